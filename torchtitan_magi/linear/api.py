@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from torchtitan_magi.attention.dispatch import check_tensor
@@ -46,8 +45,6 @@ def gated_delta_rule(
     """
     tokens, scale = _checked(q, k, v, g, beta, scale)
     documents = varlen_causal(cu_seqlens, len(v)).table
-    if not len(documents):
-        return v.new_zeros(v.shape)
     return run(tokens, (documents[:, 1] - documents[:, 0]).tolist(), scale)[0].to(v.dtype)
 
 
@@ -65,9 +62,10 @@ def cp_gated_delta_rule(
     """``gated_delta_rule`` of this rank's tokens, whose documents may go on at other ranks. Differentiable once.
 
     Every rank of the mesh calls it, forward and backward, with its share of the tokens, in the order of ``dispatch``. A
-    document that lies on one rank needs nothing of others. Of one that is cut each part's map of the state [H, K, V + K]
-    (without K columns for the first one) goes once to each rank that has a later part; in the backward the transposed
-    maps go to ranks with earlier ones. They travel in float32, or float64, while whole documents are computed.
+    document that lies on one rank needs nothing of others. Of one that is cut each part's map of the state,
+    [H, K, V + K] or for the first part [H, K, V], goes once to each rank that has a later part; in the backward the
+    transposed maps go to ranks with earlier ones. They travel in float32, or float64, while whole documents are
+    computed.
 
     Arguments that are not named below are those of ``gated_delta_rule``, with T = plan.tokens_per_rank.
 
@@ -83,13 +81,14 @@ def cp_gated_delta_rule(
     Raises:
         ValueError: as ``gated_delta_rule``; rows that are not plan.tokens_per_rank; no plan, or one whose mask is not
             causal attention inside documents; a mesh that does not fit the plan or the tensors.
-        RuntimeError: the mesh's process group has ended.
+        RuntimeError: the mesh's process group has ended; a second derivative.
     """
     check_plan(plan)
     tokens, scale = _checked(q, k, v, g, beta, scale)
     _check_rows("q", q, plan)
+    parts = plan.document_parts
     transport = as_transport(mesh, plan.cp_size, v.device)
-    return delta_rule(*tokens, plan.document_parts.ranks[transport.rank], transport, scale)
+    return delta_rule(*tokens, parts.ranks[transport.rank], transport, scale)
 
 
 def cp_causal_conv1d(
@@ -98,8 +97,8 @@ def cp_causal_conv1d(
     """Causal convolution of each channel over the tokens of its document, on this rank's tokens. Differentiable once.
 
     With W the width, out_t = activation(sum_i weight[:, i] x_{t - W + 1 + i}); what lies before the document counts as
-    zero. Every rank of the mesh calls it, forward and backward, in the order of ``dispatch``. A part of a document needs
-    the W - 1 rows before it, from one or several ranks; each row goes once to each rank that needs it.
+    zero. Every rank of the mesh calls it, forward and backward, in the order of ``dispatch``. A part of a document
+    needs the W - 1 rows before it, from one or several ranks; each row goes once to each rank that needs it.
 
     Args:
         x: [T, C] with T = plan.tokens_per_rank.
@@ -117,19 +116,18 @@ def cp_causal_conv1d(
     Raises:
         ValueError: no tensors; shapes that do not fit each other or the plan; integers; several devices; an unknown
             activation; no plan, or one whose mask is not causal attention inside documents; a mesh that does not fit.
-        RuntimeError: the mesh's process group has ended.
+        RuntimeError: the mesh's process group has ended; a second derivative.
     """
     check_plan(plan)
     _check_conv(x, weight, activation)
     _check_rows("x", x, plan)
+    parts = plan.document_parts
     transport = as_transport(mesh, plan.cp_size, x.device)
-    rows = ConvRows.of(plan.document_parts, transport.rank, weight.shape[1], x.device)
+    rows = ConvRows.of(parts, transport.rank, weight.shape[1], x.device)
     return short_conv(x, weight, rows, transport, activation)
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None
-) -> tuple[Tokens, float]:
+def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None) -> tuple[Tokens, float]:
     """The inputs, and the scale.
 
     Raises:
@@ -150,9 +148,7 @@ def _checked(
             "but T of 0"
         )
     if v.shape[1] % q.shape[1]:
-        raise ValueError(
-            f"v has {v.shape[1]} heads for {q.shape[1]} of q and k; give a multiple: each head of q and k serves as many"
-        )
+        raise ValueError(f"v has {v.shape[1]} heads for {q.shape[1]} of q and k; give a multiple of that")
     floats = all(x.dtype.is_floating_point and x.dtype.itemsize >= 2 for x in tokens)
     if not floats or not q.dtype == k.dtype == v.dtype:
         raise ValueError(

@@ -71,7 +71,7 @@ class _Layout:
         start = length.cumsum() - length
         chunks = -(-length // size)
         order = np.argsort(-chunks, kind="stable")
-        steps = [int((chunks > step).sum()) for step in range(chunks.max())]
+        steps = [int((chunks > step).sum()) for step in range(max(1, chunks.max(initial=0)))]
         document = np.concatenate([order[:count] for count in steps])
         first = size * np.repeat(np.arange(len(steps)), steps)
         inside = first[:, None] + np.arange(size)
@@ -98,7 +98,7 @@ def run(
     device = tokens.v.device
     if states is None:
         states = tokens.v.new_zeros(len(lengths), *tokens.state_shape, dtype=tokens.wide)
-    layout = _Layout.of(lengths, min(CHUNK, max(lengths)))
+    layout = _Layout.of(lengths, min(CHUNK, max(lengths, default=1)))
     order = torch.from_numpy(layout.order).to(device)
     outs, ends = _scan(_chunks(tokens, layout), layout.steps, states.index_select(0, order), scale, with_out)
     ends = ends.index_select(0, torch.from_numpy(np.argsort(layout.order)).to(device))
@@ -121,9 +121,7 @@ def _chunks(tokens: Tokens, layout: _Layout) -> Tokens:
     return Tokens(*map(chunked, tokens))
 
 
-def _scan(
-    chunks: Tokens, steps: list[int], states: Tensor, scale: float, with_out: bool
-) -> tuple[Tensor, Tensor]:
+def _scan(chunks: Tokens, steps: list[int], states: Tensor, scale: float, with_out: bool) -> tuple[Tensor, Tensor]:
     """out [N, H, C, V] and the last states; documents are ordered as in the layout."""
     q, k, v, g, beta = chunks
     gate = g.cumsum(-1)

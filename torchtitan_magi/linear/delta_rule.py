@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.linear.chunked import Tokens, run
 from torchtitan_magi.linear.maps import Map, maps_of, send, states_before
+from torchtitan_magi.linear.once import once
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.document_parts import RankParts
 
@@ -70,13 +70,11 @@ def forward(tokens: Tokens, parts: RankParts, transport: Transport, scale: float
     out = torch.zeros_like(tokens.v, memory_format=torch.contiguous_format)
 
     def run_group(group: Group, states: Tensor | None = None) -> Tensor:
-        if not group.numbers:
-            return zero.new_empty(0)
         rows, ends = run(tokens.select(group.rows), group.lengths, scale, states)
         out.index_copy_(0, group.rows, rows.to(out.dtype))
         return ends
 
-    inner = list(maps_of(tokens.select(groups.inner.rows), groups.inner.lengths)) if groups.inner.numbers else []
+    inner = maps_of(tokens.select(groups.inner.rows), groups.inner.lengths)
     matrices = _stacked([one.matrix for one in inner if one.matrix is not None], zero)
     maps = dict(zip(groups.inner.numbers, inner, strict=True))
     maps |= {part: Map(end) for part, end in zip(groups.first.numbers, run_group(groups.first), strict=True)}
@@ -96,34 +94,27 @@ def backward(
     zero = tokens.v.new_zeros(tokens.state_shape, dtype=tokens.wide)
     grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tokens)
 
-    def again(group: Group, states: Tensor | None = None) -> list[_Again]:
-        return [_Again(tokens, group, scale, dout, states)] if group.numbers else []
+    def finish(again: _Again, behind: dict[int, Tensor]) -> None:
+        dends = _stacked([behind.get(part, zero) for part in again.group.numbers], zero)
+        for grad, rows in zip(grads, again.token_grads(dends), strict=True):
+            grad.index_copy_(0, again.group.rows, rows)
 
-    def finish(group: _Again, behind: dict[int, Tensor]) -> None:
-        dends = torch.stack([behind.get(part, zero) for part in group.parts.numbers])
-        for grad, rows in zip(grads, group.token_grads(dends), strict=True):
-            grad.index_copy_(0, group.parts.rows, rows)
-
-    later = again(groups.later, kept.states)
+    later = _Again(tokens, groups.later, scale, dout, kept.states)
     transposed = dict(zip(groups.inner.numbers, kept.matrices.mT, strict=True))
-    own = (pair for group in later for pair in zip(group.parts.numbers, group.state_grads(), strict=True))
-    maps = {part: Map(dstate, transposed.get(part)) for part, dstate in own}
-    arrived = send(maps, parts, True, zero, transport)
-    for group in again(groups.whole):
-        finish(group, {})
+    own = zip(groups.later.numbers, later.state_grads(), strict=True)
+    arrived = send({part: Map(dstate, transposed.get(part)) for part, dstate in own}, parts, True, zero, transport)
+    finish(_Again(tokens, groups.whole, scale, dout), {})
     behind = states_before(parts, arrived(), back=True)
-    for group in (*later, *again(groups.first)):
-        finish(group, behind)
+    finish(later, behind)
+    finish(_Again(tokens, groups.first, scale, dout), behind)
     return grads
 
 
 class _Again:
     """The forward of a group of parts once more, with a graph."""
 
-    def __init__(
-        self, tokens: Tokens, group: Group, scale: float, dout: Tensor, states: Tensor | None = None
-    ) -> None:
-        self.parts = group
+    def __init__(self, tokens: Tokens, group: Group, scale: float, dout: Tensor, states: Tensor | None = None) -> None:
+        self.group = group
         self.tokens = Tokens(*(x.requires_grad_() for x in tokens.select(group.rows)))
         self.states = None if states is None else states.detach().requires_grad_()
         with torch.enable_grad():
@@ -158,7 +149,7 @@ class _DeltaRule(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *tokens, states, matrices = ctx.saved_tensors
         return *backward(Tokens(*tokens), dout, Kept(states, matrices), *ctx.rest), None, None, None

@@ -5,7 +5,7 @@ backward the gradient of the state passes through the transposed maps, from the 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.linear.chunked import Tokens, run
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.document_parts import RankParts
+from torchtitan_magi.planning.needs import sums
 from torchtitan_magi.planning.relays import ALL, NONE
 from torchtitan_magi.planning.stage import Exchange
 
@@ -31,15 +32,14 @@ class Map(NamedTuple):
         return self.state if state is None or self.matrix is None else self.matrix @ state + self.state
 
 
-def maps_of(tokens: Tokens, lengths: Sequence[int]) -> Iterator[Map]:
+def maps_of(tokens: Tokens, lengths: Sequence[int]) -> list[Map]:
     """The maps of parts of these lengths: with values [v, 0] the state [0, I] becomes [state, matrix]."""
     num_heads, key_dim, value_dim = tokens.state_shape
     values = torch.cat([tokens.v, tokens.v.new_zeros(len(tokens.v), num_heads, key_dim)], -1)
     one = torch.eye(key_dim, dtype=tokens.wide, device=values.device)
     first = torch.cat([one.new_zeros(key_dim, value_dim), one], 1).expand(len(lengths), num_heads, -1, -1)
     _, ends = run(tokens._replace(v=values), lengths, 1.0, first, with_out=False)
-    for end in ends:
-        yield Map(end[..., :value_dim], end[..., value_dim:])
+    return [Map(end[..., :value_dim], end[..., value_dim:]) for end in ends]
 
 
 def send(
@@ -76,12 +76,12 @@ def exchange_of(parts: RankParts, back: bool, shape: Sequence[int]) -> Exchange:
         shape: of a state, [H, K, V].
     """
     sent, received = parts.sent(back), parts.received(back)
-    sizes = _sizes(parts, back, shape)
-    splits = (
-        np.bincount(table[:, 0], sizes[table[:, 1]], len(parts.all.owned)).astype(int).tolist()
-        for table in (sent, received)
-    )
-    return Exchange(parts.rank, sent[:, 1], *map(tuple, splits), None, (NONE, ALL))
+    sizes, cp_size = _sizes(parts, back, shape), len(parts.all.owned)
+
+    def per_rank(table: Int64Array) -> tuple[int, ...]:
+        return tuple(sums(table[:, 0], sizes[table[:, 1]], cp_size).tolist())
+
+    return Exchange(parts.rank, sent[:, 1], per_rank(sent), per_rank(received), None, (NONE, ALL))
 
 
 def _sizes(parts: RankParts, back: bool, shape: Sequence[int]) -> Int64Array:

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchtitan_magi.exchange.in_flight import Arrival
 from torchtitan_magi.exchange.transport import Transport
+from torchtitan_magi.linear.once import once
 from torchtitan_magi.masks.geometry import Int64Array, expand, union
 from torchtitan_magi.planning.document_parts import DocumentParts
 from torchtitan_magi.planning.needs import parts_of, transfers_of
 from torchtitan_magi.planning.relays import ALL, NONE, Routes, first_hops
 from torchtitan_magi.planning.stage import Exchange, exchanges_of, numbered
 from torchtitan_magi.planning.topology import Nodes
+
 
 @dataclass(frozen=True, eq=False)
 class ConvRows:
@@ -136,15 +137,14 @@ class _ShortConv(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rows, transport, activation = ctx.rest
-        x, weight, received = leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        x, weight, received = (x.detach().requires_grad_() for x in ctx.saved_tensors)
         with torch.enable_grad():
             out = _convolved(x, weight, rows, activation, lambda: received)
         if rows.exchange is None:
-            dx, dweight, _ = torch.autograd.grad(out, leaves, dout)
-            return dx, dweight, None, None, None
+            return *torch.autograd.grad(out, (x, weight), dout), None, None, None
         (sent,) = torch.autograd.grad(out, received, dout, retain_graph=True)
         returned = x.new_empty(len(rows.sent), x.shape[1])
         arrival = transport.all_to_all(returned, sent.contiguous(), rows.exchange, back=True)

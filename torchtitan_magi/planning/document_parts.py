@@ -48,7 +48,7 @@ class DocumentParts:
         first = np.flatnonzero(np.append(True, ~goes_on)[: len(start)])
         last = np.append(first[1:], len(start))[: len(first)] - 1
         ranges = np.stack([start[first], end[last]], 1)
-        return cls(frozen(document[first]), frozen(ranges), frozen(rank[first]), owned)
+        return cls(frozen(document[first]), frozen(ranges), frozen(rank[first].astype(np.int64)), owned)
 
     def __len__(self) -> int:
         return len(self.document)

@@ -1,0 +1,213 @@
+"""Recurrent layers whose documents are cut: values and gradients of any ranks are those of whole documents."""
+
+import threading
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from support.errors import one_line
+from support.loopback import Loopback
+from support.recurrence import convolution, layer_inputs, placements, plan_of, recurrence, with_gradients
+
+import torchtitan_magi as magi
+from torchtitan_magi.exchange.in_flight import Arrival
+from torchtitan_magi.linear import delta_rule, maps
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def delta_rule_of_ranks(plan, mesh, inputs, dout, **options):
+    """out and the gradients of all inputs, of the whole pack, by the ranks of a mesh."""
+    shares = [magi.dispatch(x, plan, mesh) for x in (*inputs, dout)]
+    found = with_gradients(lambda *x: magi.cp_gated_delta_rule(*x, plan, mesh, **options), shares[:-1], shares[-1])
+    return [magi.undispatch(x, plan, mesh) for x in found]
+
+
+def conv_of_ranks(plan, mesh, x, weight, dout, **options):
+    """out and dx of the whole pack, and this rank's dweight."""
+    x, dout = (magi.dispatch(y, plan, mesh) for y in (x, dout))
+    *found, dweight = with_gradients(lambda x, w: magi.cp_causal_conv1d(x, w, plan, mesh, **options), (x, weight), dout)
+    return [*(magi.undispatch(y, plan, mesh) for y in found), dweight]
+
+
+def of_all_ranks(plan, function):
+    return [function(None)] if plan.cp_size == 1 else Loopback(plan.cp_size).run(function)
+
+
+def conv_inputs(tokens, width, channels=3, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(tokens)
+    x, dout = torch.randn(2, tokens, channels, generator=generator, dtype=torch.float64)
+    weight = torch.randn(channels, width, generator=generator, dtype=torch.float64)
+    return x.to(dtype), weight.to(dtype), dout.to(dtype)
+
+
+def check_delta_rule(cu_seqlens, plan):
+    *inputs, dout = layer_inputs(plan.total_tokens)
+    exact = with_gradients(lambda *x: recurrence(*x, cu_seqlens, 0.3), inputs, dout)
+    for found in of_all_ranks(plan, lambda mesh: delta_rule_of_ranks(plan, mesh, inputs, dout, scale=0.3)):
+        torch.testing.assert_close(found, exact, **EXACT)
+
+
+def check_conv(cu_seqlens, plan, width):
+    x, weight, dout = conv_inputs(plan.total_tokens, width)
+    exact = with_gradients(lambda x, w: F.silu(convolution(x, w, cu_seqlens)), (x, weight), dout)
+    found = of_all_ranks(plan, lambda mesh: conv_of_ranks(plan, mesh, x, weight, dout, activation="silu"))
+    for out, dx, _ in found:
+        torch.testing.assert_close([out, dx], exact[:2], **EXACT)
+    torch.testing.assert_close(sum(dweight for *_, dweight in found), exact[2], **EXACT)
+
+
+@given(placements())
+@settings(max_examples=60)
+def test_any_parts_over_any_ranks(case):
+    check_delta_rule(*case)
+
+
+@given(placements())
+@pytest.mark.parametrize("width", [1, 2, 4])
+@settings(max_examples=30)
+def test_convolution_of_any_parts(width, case):
+    check_conv(*case, width)
+
+
+PACKS = {
+    "a pack": [0, 3, 40, 41, 90, 120],
+    "one document": [0, 150],
+    "more ranks than tokens of documents": [0, 5],
+    "no document": [0],
+}
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("pack", PACKS)
+def test_plans_of_packs(pack, cp_size):
+    """Padding at the end belongs to no document: zeros, and no gradient."""
+    cu_seqlens = PACKS[pack]
+    total = cu_seqlens[-1] + 7
+    plan = magi.make_plan(magi.varlen_causal(cu_seqlens), total, cp_size)
+    check_delta_rule(cu_seqlens, plan)
+    check_conv(cu_seqlens, plan, 4)
+
+
+def test_parts_of_one_token_take_rows_from_several_ranks():
+    """The last token's three rows come from three parts; its own rank has an earlier part, too."""
+    check_conv([0, 6], plan_of([0, 6], [3, 0, 1, 2, 3, 0, 1, 2]), 4)
+    check_delta_rule([0, 6], plan_of([0, 6], [3, 0, 1, 2, 3, 0, 1, 2]))
+
+
+def test_results_repeat_bit_for_bit():
+    cu_seqlens, total = [0, 20, 25, 90], 96
+    plan = magi.make_plan(magi.varlen_causal(cu_seqlens), total, 4)
+    *inputs, dout = layer_inputs(total, dtype=torch.float32)
+    first, again = (of_all_ranks(plan, lambda mesh: delta_rule_of_ranks(plan, mesh, inputs, dout)) for _ in range(2))
+    assert all(torch.equal(x, y) for a, b in zip(first, again, strict=True) for x, y in zip(a, b, strict=True))
+
+
+def test_a_rank_without_tokens_of_documents_takes_part():
+    """Rank 2 has padding only. It comes to every exchange of all layers, or the others would wait for ever."""
+    plan, calls, lock = plan_of([0, 4], [0, 1, 0, 1, 2, 2]), [0, 0, 0], threading.Lock()
+    *inputs, dout = layer_inputs(6)
+
+    def layer(mesh):
+        real = mesh.all_to_all
+
+        def counted(*arguments, **keywords):
+            with lock:
+                calls[mesh.rank] += 1
+            return real(*arguments, **keywords)
+
+        mesh.all_to_all = counted
+        delta_rule_of_ranks(plan, mesh, inputs, dout)
+        conv_of_ranks(plan, mesh, *conv_inputs(6, 4))
+
+    Loopback(3).run(layer)
+    assert calls == [4, 4, 4]
+
+
+def test_whole_documents_run_while_maps_travel():
+    """Each rank has a document of 3 tokens, and 5 tokens of a cut one. Numbers are lengths of what runs."""
+    plan = plan_of([0, 15, 18, 21, 24], [0] * 5 + [1] * 5 + [2] * 5 + [0] * 3 + [1] * 3 + [2] * 3)
+    *inputs, dout = layer_inputs(24)
+    here, real_run = threading.local(), maps.run
+
+    def run(tokens, lengths, *rest, **options):
+        here.events += lengths
+        return real_run(tokens, lengths, *rest, **options)
+
+    def events_of(mesh):
+        here.events, exchange, events = [], mesh.all_to_all, here
+        q, *others = (magi.dispatch(x, plan, mesh).requires_grad_() for x in inputs)
+
+        def noted(*arguments, **options):
+            events.events.append("send")
+            arrival = exchange(*arguments, **options)
+            return Arrival(lambda: (events.events.append("wait"), arrival.wait()))
+
+        mesh.all_to_all = noted
+        out = magi.cp_gated_delta_rule(q, *others, plan, mesh)
+        here.events.append("out")
+        out.backward(magi.dispatch(dout, plan, mesh))
+        return here.events
+
+    with mock.patch.object(delta_rule, "run", run), mock.patch.object(maps, "run", run):
+        first, inner, last = Loopback(3).run(events_of)
+    assert first == [5, "send", 3, "wait", "out", "send", 3, "wait", 5]
+    assert inner == [5, "send", 3, "wait", 5, "out", 5, "send", 3, "wait"]
+    assert last == ["send", 3, "wait", 5, "out", 5, "send", 3, "wait"]
+
+
+def over_gloo(dtype):
+    """A pack of 90 tokens: the delta rule, and the convolution, by the ranks of a gloo group."""
+    cu_seqlens, total = [0, 20, 25, 88], 90
+    plan, mesh = magi.make_plan(magi.varlen_causal(cu_seqlens), total, 3), dist.group.WORLD
+    *inputs, dout = layer_inputs(total, dtype=dtype)
+    return delta_rule_of_ranks(plan, mesh, inputs, dout), conv_of_ranks(plan, mesh, *conv_inputs(total, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_process_group_of_gloo(three_ranks, dtype):
+    cu_seqlens = [0, 20, 25, 88]
+    *inputs, dout = (x.double() for x in layer_inputs(90, dtype=dtype))
+    of_rule = with_gradients(lambda *x: recurrence(*x, cu_seqlens, 5**-0.5), inputs, dout)
+    x, weight, dout = (x.double() for x in conv_inputs(90, 4, dtype=dtype))
+    of_conv = with_gradients(lambda x, w: convolution(x, w, cu_seqlens), (x, weight), dout)
+    found = three_ranks.run(over_gloo, dtype)
+    pairs = [
+        pair
+        for rule, conv in found
+        for pair in (*zip(rule, of_rule, strict=True), *zip(conv[:2], of_conv, strict=False))
+    ]
+    pairs.append((sum(conv[2].double() for _, conv in found), of_conv[2]))
+    for ours, exact in pairs:
+        if dtype == torch.float64:
+            torch.testing.assert_close(ours, exact, **EXACT)
+        assert (ours.double() - exact).norm() <= 2 * (exact.to(dtype).double() - exact).norm() + 1e-13 * exact.norm()
+
+
+def test_what_does_not_fit_the_plan_is_named():
+    *inputs, _ = layer_inputs(10)
+    plan = magi.make_plan(magi.varlen_causal([0, 20]), 20, 2)
+    window = magi.make_plan(magi.sliding_window([0, 20], 3), 20, 2)
+    for call, x in ((magi.cp_gated_delta_rule, inputs), (magi.cp_causal_conv1d, conv_inputs(10, 4)[:2])):
+        with one_line("the plan is for 2 ranks but the mesh has 1"):
+            call(*x, plan)
+        with one_line("the plan's mask has the slice .*, which is no causal document"):
+            call(*x, window)
+        with one_line("plan is of type list; make one with make_plan"):
+            call(*x, [0, 20])
+        with one_line("rows but the plan gives each rank 8 tokens; dispatch them first"):
+            call(*x, magi.make_plan(magi.varlen_causal([0, 16]), 16, 2))
+
+
+def test_gradients_are_taken_once():
+    """A second derivative raises. Left out of a sum it would be missed by nobody."""
+    *inputs, _ = layer_inputs(10)
+    plan = magi.make_plan(magi.varlen_causal([0, 10]), 10, 1)
+    for call, arguments in ((magi.cp_gated_delta_rule, inputs), (magi.cp_causal_conv1d, conv_inputs(10, 4)[:2])):
+        leaves = [x.requires_grad_() for x in arguments]
+        out = call(*leaves, plan)
+        with one_line("recurrent layers have no second derivatives", RuntimeError):
+            torch.autograd.grad(out.sum(), leaves, create_graph=True)
