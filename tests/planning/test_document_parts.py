@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from support.recurrence import placements, plan_of
 
@@ -83,7 +84,7 @@ def test_a_row_before_a_part_travels_once_to_each_rank_that_needs_it(width, case
     for first, end in itertools.pairwise(cu_seqlens):
         for t in range(first, end):
             needed |= {(owner[t], s) for s in range(max(first, t - width + 1), t) if owner[s] != owner[t]}
-    rows = [ConvRows.of(plan.document_parts, rank, width, "cpu") for rank in range(plan.cp_size)]
+    rows = [ConvRows.of(parts, width, torch.device("cpu")) for parts in plan.document_parts.ranks]
     assert {each.exchange is not None for each in rows} == {bool(needed)}
     travelled = []
     for source, each in enumerate(rows):

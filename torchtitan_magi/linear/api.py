@@ -123,7 +123,7 @@ def cp_causal_conv1d(
     _check_rows("x", x, plan)
     parts = plan.document_parts
     transport = as_transport(mesh, plan.cp_size, x.device)
-    rows = ConvRows.of(parts, transport.rank, weight.shape[1], x.device)
+    rows = ConvRows.of(parts.ranks[transport.rank], weight.shape[1], x.device)
     return short_conv(x, weight, rows, transport, activation)
 
 

@@ -50,7 +50,12 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, parts: RankParts, device: torch.device) -> "Groups":
-        """Those of a rank."""
+        """Those of a rank, made once for all layers."""
+        return parts.made_once((cls, device), lambda: cls._of(parts, device))
+
+    @classmethod
+    @torch.inference_mode(False)  # layers in training may share it
+    def _of(cls, parts: RankParts, device: torch.device) -> "Groups":
         inner, last = parts.select(False, False), parts.select(False, True)
         each = parts.select(True, True), parts.select(True, False), inner, np.sort(np.append(inner, last))
         return cls(*(Group.of(parts, numbers, device) for numbers in each))

@@ -16,7 +16,7 @@ from torchtitan_magi.exchange.in_flight import Arrival
 from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.linear.once import once
 from torchtitan_magi.masks.geometry import Int64Array, expand, union
-from torchtitan_magi.planning.document_parts import DocumentParts
+from torchtitan_magi.planning.document_parts import DocumentParts, RankParts
 from torchtitan_magi.planning.needs import parts_of, transfers_of
 from torchtitan_magi.planning.relays import ALL, NONE, Routes, first_hops
 from torchtitan_magi.planning.stage import Exchange, exchanges_of, numbered
@@ -44,57 +44,68 @@ class ConvRows:
     taps: list[tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, parts: DocumentParts, rank: int, width: int, device: torch.device) -> "ConvRows":
-        """Those of a rank, on its device."""
-        mine = parts.ranks[rank]
-        document_start = parts.ranges[parts.begins, 0][np.cumsum(parts.begins) - 1]
-        routes = _routes(parts, document_start, width)
-        (exchange,), received = exchanges_of(routes, rank, (NONE, ALL))
-        num_tokens = int((parts.owned[rank][:, 1] - parts.owned[rank][:, 0]).sum())
-        offset = np.full(num_tokens, -1)
-        first, end = mine.rows[mine.numbers].T
-        offset[mine.tokens_of(mine.numbers)] = expand(np.zeros_like(first), end - first)
+    def of(cls, parts: RankParts, width: int, device: torch.device) -> "ConvRows":
+        """Those of a rank, on its device, made once for all layers."""
+        return parts.made_once((cls, width, device), lambda: cls._of(parts, width, device))
 
-        held = numbered(np.concatenate([parts.owned[rank], *received]))
-        taps = [_tap(parts, rank, document_start, distance, held) for distance in range(1, width)]
-        sources = np.concatenate([np.zeros(0, np.int64), *(source for _, source in taps)])
-        own = np.unique(sources[sources < num_tokens])
-        places = [np.where(s < num_tokens, np.searchsorted(own, s), s - num_tokens + len(own)) for _, s in taps]
-        tokens = [token for token, _ in taps]
-        sent, before, own_rows, *both = (
+    @classmethod
+    @torch.inference_mode(False)  # layers in training may share it
+    def _of(cls, parts: RankParts, width: int, device: torch.device) -> "ConvRows":
+        routes, offset = _routes(parts.all, width), _offset(parts)
+        (exchange,), received = exchanges_of(routes, parts.rank, (NONE, ALL))
+        held = numbered(np.concatenate([parts.all.owned[parts.rank], *received]))
+        tokens, sources = [], []
+        for distance in range(1, width):
+            token, source = _tap(parts, distance, held)
+            tokens.append(token)
+            sources.append(source)
+        own, places = _as_history(sources, len(offset))
+        sent, before, own_rows, *pairs = (
             torch.tensor(x).to(device, non_blocking=True) for x in (exchange.send_rows, offset, own, *tokens, *places)
         )
-        pairs = list(zip(both[: width - 1], both[width - 1 :], strict=True))
-        return cls(exchange if len(routes.hops) else None, sent, before, own_rows, pairs)
+        taps = list(zip(pairs[: width - 1], pairs[width - 1 :], strict=True))
+        return cls(exchange if len(routes.hops) else None, sent, before, own_rows, taps)
 
 
-def _routes(parts: DocumentParts, document_start: Int64Array, width: int) -> Routes:
+def _routes(parts: DocumentParts, width: int) -> Routes:
     """The rows of other ranks that parts need: the last W - 1 of their document before them."""
-    cp_size, start = len(parts.owned), parts.ranges[:, 0]
-    first = np.maximum(document_start, start - (width - 1))
+    start, limit = parts.ranges[:, 0], int(parts.ranges[:, 1].max(initial=0))
+    first = np.maximum(parts.origins, start - (width - 1))
     some = first < start
-    limit = int(parts.ranges[:, 1].max(initial=0))
     transfers = transfers_of(union(parts.rank[some], first[some], start[some], limit), parts_of(parts.owned))
-    nodes = Nodes((cp_size,))
-    return Routes(parts.owned, nodes, transfers, first_hops(transfers, cp_size, nodes))
+    nodes = Nodes((len(parts.owned),))
+    return Routes(parts.owned, nodes, transfers, first_hops(transfers, len(parts.owned), nodes))
 
 
-def _tap(
-    parts: DocumentParts, rank: int, document_start: Int64Array, distance: int, held: Int64Array
-) -> tuple[Int64Array, Int64Array]:
+def _offset(parts: RankParts) -> Int64Array:
+    """How many tokens of the same part come before each of a rank's tokens, int64 [T]; -1 for tokens of no document."""
+    first, end = parts.rows[parts.numbers].T
+    owned = parts.all.owned[parts.rank]
+    offset = np.full((owned[:, 1] - owned[:, 0]).sum(), -1)
+    offset[expand(first, end)] = expand(np.zeros_like(first), end - first)
+    return offset
+
+
+def _tap(parts: RankParts, distance: int, held: Int64Array) -> tuple[Int64Array, Int64Array]:
     """A rank's tokens whose row at this distance is not in their part, and this row's place in what the rank holds.
 
     Args:
         held: from ``numbered``: the rank's own tokens, then those that it received.
     """
-    mine = parts.ranks[rank]
-    start, end = parts.ranges[mine.numbers].T
-    first = np.minimum(np.maximum(start, document_start[mine.numbers] + distance), end)
+    start, end = parts.all.ranges[parts.numbers].T
+    first = np.minimum(np.maximum(start, parts.all.origins[parts.numbers] + distance), end)
     last = np.clip(start + distance, first, end)
     token = expand(first, last)
-    shift = np.repeat(mine.rows[mine.numbers, 0] - start, last - first)
+    shift = np.repeat(parts.rows[parts.numbers, 0] - start, last - first)
     which = np.searchsorted(held[:, 0], token - distance, side="right") - 1
     return token + shift, token - distance + held[which, 2] - held[which, 0]
+
+
+def _as_history(sources: list[Int64Array], num_tokens: int) -> tuple[Int64Array, list[Int64Array]]:
+    """The rank's own rows that are history, and places of sources in it, from their places in what the rank holds."""
+    every = np.concatenate([np.zeros(0, np.int64), *sources])
+    own = np.unique(every[every < num_tokens])
+    return own, [np.where(s < num_tokens, np.searchsorted(own, s), s - num_tokens + len(own)) for s in sources]
 
 
 def _convolved(

@@ -5,8 +5,9 @@ are numbered in the order of the pack, on all ranks alike.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from torchtitan_magi.masks.geometry import CAUSAL, Bools, Int64Array, expand, fi
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.stage import numbered
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,11 @@ class DocumentParts:
         """Whether a document ends with the part, [n]."""
         return frozen(np.append(self.document[1:] != self.document[:-1], True)[: len(self)])
 
+    @functools.cached_property
+    def origins(self) -> Int64Array:
+        """The first token of each part's document, int64 [n]."""
+        return frozen(self.ranges[self.begins, 0][self.begins.cumsum() - 1])
+
     def carries(self, back: bool) -> Int64Array:
         """Which part's map travels where: once to each other rank with a later part of the document, or an earlier one.
 
@@ -107,6 +115,14 @@ class RankParts:
 
     rank: int
     all: DocumentParts = field(repr=False)
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def made_once(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` gives, once for all layers that ask for it by this key."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
 
     @functools.cached_property
     def numbers(self) -> Int64Array:
