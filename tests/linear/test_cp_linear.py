@@ -102,22 +102,26 @@ def test_results_repeat_bit_for_bit():
     cu_seqlens, total = [0, 20, 25, 90], 96
     plan = magi.make_plan(magi.varlen_causal(cu_seqlens), total, 4)
     *inputs, dout = layer_inputs(total, dtype=torch.float32)
-    first, again = (of_all_ranks(plan, lambda mesh: delta_rule_of_ranks(plan, mesh, inputs, dout)) for _ in range(2))
+    rows = conv_inputs(total, 4, dtype=torch.float32)
+
+    def layers(mesh):
+        return [*delta_rule_of_ranks(plan, mesh, inputs, dout), *conv_of_ranks(plan, mesh, *rows)]
+
+    first, again = (of_all_ranks(plan, layers) for _ in range(2))
     assert all(torch.equal(x, y) for a, b in zip(first, again, strict=True) for x, y in zip(a, b, strict=True))
 
 
 def test_a_rank_without_tokens_of_documents_takes_part():
     """Rank 2 has padding only. It comes to every exchange of all layers, or the others would wait for ever."""
-    plan, calls, lock = plan_of([0, 4], [0, 1, 0, 1, 2, 2]), [0, 0, 0], threading.Lock()
+    plan, calls = plan_of([0, 4], [0, 1, 0, 1, 2, 2]), [0, 0, 0]
     *inputs, dout = layer_inputs(6)
 
     def layer(mesh):
-        real = mesh.all_to_all
+        exchange = mesh.all_to_all
 
-        def counted(*arguments, **keywords):
-            with lock:
-                calls[mesh.rank] += 1
-            return real(*arguments, **keywords)
+        def counted(*arguments, **options):
+            calls[mesh.rank] += 1
+            return exchange(*arguments, **options)
 
         mesh.all_to_all = counted
         delta_rule_of_ranks(plan, mesh, inputs, dout)
@@ -138,16 +142,16 @@ def test_whole_documents_run_while_maps_travel():
         return real_run(tokens, lengths, *rest, **options)
 
     def events_of(mesh):
-        here.events, exchange, events = [], mesh.all_to_all, here
-        q, *others = (magi.dispatch(x, plan, mesh).requires_grad_() for x in inputs)
+        here.events, exchange = [], mesh.all_to_all
 
         def noted(*arguments, **options):
-            events.events.append("send")
+            here.events.append("send")
             arrival = exchange(*arguments, **options)
-            return Arrival(lambda: (events.events.append("wait"), arrival.wait()))
+            return Arrival(lambda: (here.events.append("wait"), arrival.wait()))
 
         mesh.all_to_all = noted
-        out = magi.cp_gated_delta_rule(q, *others, plan, mesh)
+        leaves = [magi.dispatch(x, plan, mesh).requires_grad_() for x in inputs]
+        out = magi.cp_gated_delta_rule(*leaves, plan, mesh)
         here.events.append("out")
         out.backward(magi.dispatch(dout, plan, mesh))
         return here.events
