@@ -1,4 +1,4 @@
-"""Recurrent layers whose documents are cut: values and gradients of any ranks are those of whole documents."""
+"""Linear attention over ranks: values and gradients are those of whole documents, however these are cut."""
 
 import threading
 from unittest import mock
@@ -213,5 +213,5 @@ def test_gradients_are_taken_once():
     for call, arguments in ((magi.cp_gated_delta_rule, inputs), (magi.cp_causal_conv1d, conv_inputs(10, 4)[:2])):
         leaves = [x.requires_grad_() for x in arguments]
         out = call(*leaves, plan)
-        with one_line("recurrent layers have no second derivatives", RuntimeError):
+        with one_line("linear attention has no second derivatives", RuntimeError):
             torch.autograd.grad(out.sum(), leaves, create_graph=True)

@@ -111,7 +111,7 @@ def cp_causal_conv1d(
     Returns:
         out [T, C] in the dtype of x, computed in float32 or wider; tokens of no document, such as padding, have zeros.
 
-    All sums have a fixed order: results repeat bit for bit on the CPU.
+    Every value must be finite, also in padding. All sums have a fixed order: results repeat bit for bit on the CPU.
 
     Raises:
         ValueError: no tensors; shapes that do not fit each other or the plan; integers; several devices; an unknown

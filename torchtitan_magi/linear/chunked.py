@@ -1,4 +1,4 @@
-"""The gated delta rule in plain torch, chunk by chunk, on any device and in float64, too.
+"""The gated delta rule in plain torch, chunk by chunk, in float64, too.
 
 A head's state S [K, V] takes in a token by (Gated Delta Networks, arXiv 2412.06464, equation 10, transposed)
 
@@ -13,6 +13,7 @@ arXiv 2406.06484, section 3, with gates):
 Shapes: N chunks of C tokens, H value heads, D documents; the rest as in ``delta_rule``.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -100,12 +101,12 @@ def run(
         states = tokens.v.new_zeros(len(lengths), *tokens.state_shape, dtype=tokens.wide)
     layout = _Layout.of(lengths, min(CHUNK, max(lengths, default=1)))
     order = torch.from_numpy(layout.order).to(device)
-    outs, ends = _scan(_chunks(tokens, layout), layout.steps, states.index_select(0, order), scale, with_out)
+    outs, ends = _scan(_Terms.of(_chunks(tokens, layout)), layout.steps, states.index_select(0, order), with_out)
     ends = ends.index_select(0, torch.from_numpy(np.argsort(layout.order)).to(device))
     if not with_out:
         return ends.new_empty(0), ends
     places = torch.from_numpy(layout.places).to(device)
-    return outs.transpose(1, 2).flatten(0, 1).index_select(0, places), ends
+    return scale * outs.transpose(1, 2).flatten(0, 1).index_select(0, places), ends
 
 
 def _chunks(tokens: Tokens, layout: _Layout) -> Tokens:
@@ -121,31 +122,46 @@ def _chunks(tokens: Tokens, layout: _Layout) -> Tokens:
     return Tokens(*map(chunked, tokens))
 
 
-def _scan(chunks: Tokens, steps: list[int], states: Tensor, scale: float, with_out: bool) -> tuple[Tensor, Tensor]:
-    """out [N, H, C, V] and the last states; documents are ordered as in the layout."""
-    q, k, v, g, beta = chunks
-    gate = g.cumsum(-1)
-    decay = (gate[..., :, None] - gate[..., None, :]).masked_fill(_above(gate, 1), -torch.inf).exp()
-    unit = (beta[..., None] * decay * (k @ k.mT)).masked_fill(_above(gate, 0), 0.0)  # L; the solver takes I + L
-    of_state = (beta * gate.exp())[..., None] * k
-    both = torch.linalg.solve_triangular(unit, torch.cat([beta[..., None] * v, of_state], -1), upper=False,
-                                         unitriangular=True)  # fmt: skip
-    own, from_state = both.split([v.shape[-1], k.shape[-1]], -1)
-    kept = (gate[..., -1:] - gate).exp()[..., None] * k  # of what a token adds, what the chunk's end has
-    whole = gate[..., -1].exp()[..., None, None]
-    scores, reads = decay * (q @ k.mT), gate.exp()[..., None] * q
-    outs, ended, first = [], [], 0
-    for i, count in enumerate(steps):
-        here = slice(first, first + count)
+class _Terms(NamedTuple):
+    """What of all chunks does not depend on states. Of a chunk that the state S comes to:
+
+    added = own - from_state S [C, V], out = reads S + scores added, and S becomes whole S + kept^T added.
+    """
+
+    own: Tensor  # [N, H, C, V]
+    from_state: Tensor  # [N, H, C, K]
+    reads: Tensor  # [N, H, C, K]
+    scores: Tensor  # [N, H, C, C]
+    whole: Tensor  # [N, H, 1, 1]
+    kept: Tensor  # [N, H, C, K]
+
+    @classmethod
+    def of(cls, chunks: Tokens) -> "_Terms":
+        q, k, v, g, beta = chunks
+        gate = g.cumsum(-1)
+        decay = (gate[..., :, None] - gate[..., None, :]).masked_fill(_above(gate, 1), -torch.inf).exp()
+        below = (beta[..., None] * decay * (k @ k.mT)).masked_fill(_above(gate, 0), 0.0)  # L; the solver takes I + L
+        right = torch.cat([beta[..., None] * v, (beta * gate.exp())[..., None] * k], -1)
+        added = torch.linalg.solve_triangular(below, right, upper=False, unitriangular=True)
+        reads, scores = gate.exp()[..., None] * q, decay * (q @ k.mT)
+        whole, kept = gate[..., -1:, None].exp(), (gate[..., -1:] - gate).exp()[..., None] * k
+        own, from_state = added.split([v.shape[-1], k.shape[-1]], -1)
+        return cls(own, from_state, reads, scores, whole, kept)
+
+
+def _scan(terms: _Terms, steps: list[int], states: Tensor, with_out: bool) -> tuple[Tensor, Tensor]:
+    """out [N, H, C, V], without the scale, and the last states; documents are ordered as in the layout."""
+    outs, ended, first = [terms.own[:0]], [], 0
+    for count, going_on in itertools.pairwise([*steps, 0]):
+        own, from_state, reads, scores, whole, kept = (x[first : first + count] for x in terms)
         first += count
-        added = own[here] - from_state[here] @ states
+        added = own - from_state @ states
         if with_out:
-            outs.append(scale * (reads[here] @ states + scores[here] @ added))
-        states = whole[here] * states + kept[here].mT @ added
-        going_on = steps[i + 1] if i + 1 < len(steps) else 0
+            outs.append(reads @ states + scores @ added)
+        states = whole * states + kept.mT @ added
         ended.append(states[going_on:])
         states = states[:going_on]
-    return torch.cat(outs) if with_out else own.new_empty(0), torch.cat(ended[::-1])
+    return torch.cat(outs), torch.cat(ended[::-1])
 
 
 def _above(gate: Tensor, diagonal: int) -> Tensor:

@@ -16,7 +16,7 @@ def once(backward: Backward) -> Backward:
     @functools.wraps(backward)
     def checked(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("recurrent layers have no second derivatives; take gradients without create_graph")
+            raise RuntimeError("linear attention has no second derivatives; take its gradients without create_graph")
         return backward(ctx, dout)
 
     return checked

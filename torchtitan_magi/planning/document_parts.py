@@ -1,4 +1,4 @@
-"""The parts of documents on ranks, for layers that recur: whose state goes to whom, in both directions.
+"""The parts of documents on ranks, for linear attention: whose state goes to whom, in both directions.
 
 The state of a document passes through its parts: from the first to the last in the forward, back in the backward. Parts
 are numbered in the order of the pack, on all ranks alike.

@@ -102,7 +102,7 @@ class AttnPlan:
 
     @functools.cached_property
     def document_parts(self) -> DocumentParts:
-        """The parts of documents on ranks, for layers that recur.
+        """The parts of documents on ranks, for linear attention.
 
         Raises:
             ValueError: the mask is not causal attention inside documents.
