@@ -13,7 +13,6 @@ arXiv 2406.06484, section 3, with gates):
 Shapes: N chunks of C tokens, H value heads, D documents; the rest as in ``delta_rule``.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -151,10 +150,9 @@ class _Terms(NamedTuple):
 
 def _scan(terms: _Terms, steps: list[int], states: Tensor, with_out: bool) -> tuple[Tensor, Tensor]:
     """out [N, H, C, V], without the scale, and the last states; documents are ordered as in the layout."""
-    outs, ended, first = [terms.own[:0]], [], 0
-    for count, going_on in itertools.pairwise([*steps, 0]):
-        own, from_state, reads, scores, whole, kept = (x[first : first + count] for x in terms)
-        first += count
+    outs, ended = [terms.own[:0]], []
+    each = zip(*(x.split(steps) for x in terms), strict=True)  # slices would have a gradient of all chunks each
+    for (own, from_state, reads, scores, whole, kept), going_on in zip(each, [*steps[1:], 0], strict=True):
         added = own - from_state @ states
         if with_out:
             outs.append(reads @ states + scores @ added)

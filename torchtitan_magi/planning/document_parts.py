@@ -16,7 +16,7 @@ from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.stage import numbered
 
-T = TypeVar("T")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,11 +117,11 @@ class RankParts:
     all: DocumentParts = field(repr=False)
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def made_once(self, key: Any, make: Callable[[], T]) -> T:
+    def made_once(self, key: Any, make: Callable[[], _Made]) -> _Made:
         """What `make` gives, once for all layers that ask for it by this key."""
         if key not in self._made:
             self._made[key] = make()
-        made: T = self._made[key]
+        made: _Made = self._made[key]
         return made
 
     @functools.cached_property
