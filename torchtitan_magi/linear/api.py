@@ -27,7 +27,8 @@ def gated_delta_rule(
     that is computed are float32, or float64 if any input is.
 
     Args:
-        q, k: [T, HK, K], k of length 1 or less, as a model normalizes them; nothing is normalized here.
+        q: [T, HK, K].
+        k: [T, HK, K], of length 1 or less for a state that does not grow; nothing is normalized here.
         v: [T, H, V], H a multiple of HK: consecutive value heads share a head of q and k.
         g: [T, H], the logarithm of the gate, at most 0.
         beta: [T, H], from 0 to 1.
