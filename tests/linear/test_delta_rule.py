@@ -82,6 +82,20 @@ def test_sixteen_bits_cost_their_own_rounding_only(dtype):
         assert (mine - right).norm() <= 1.01 * rounded
 
 
+def test_autocast_leaves_states_in_float32():
+    *inputs, dout = layer_inputs(80, dtype=torch.float32)
+    plan = magi.make_plan(magi.varlen_causal([0, 80]), 80, 1)
+
+    def both(*x):
+        return magi.gated_delta_rule(*x, [0, 80]) + magi.cp_gated_delta_rule(*x, plan)
+
+    def under_autocast(*x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return both(*x)
+
+    assert all(map(torch.equal, *(with_gradients(function, inputs, dout) for function in (both, under_autocast))))
+
+
 def conv(x, weight, cu_seqlens, **options):
     return magi.cp_causal_conv1d(x, weight, magi.make_plan(magi.varlen_causal(cu_seqlens), len(x), 1), **options)
 

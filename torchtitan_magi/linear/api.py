@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchtitan_magi.attention.dispatch import check_tensor
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
-from torchtitan_magi.linear.chunked import Tokens, run
+from torchtitan_magi.linear.chunked import Tokens, own_dtypes, run
 from torchtitan_magi.linear.delta_rule import delta_rule
 from torchtitan_magi.linear.short_conv import ConvRows, short_conv
 from torchtitan_magi.masks.builders import varlen_causal
@@ -46,7 +46,9 @@ def gated_delta_rule(
     """
     tokens, scale = _checked(q, k, v, g, beta, scale)
     documents = varlen_causal(cu_seqlens, len(v)).table
-    return run(tokens, (documents[:, 1] - documents[:, 0]).tolist(), scale)[0].to(v.dtype)
+    with own_dtypes(v.device):
+        out, _ = run(tokens, (documents[:, 1] - documents[:, 0]).tolist(), scale)
+    return out.to(v.dtype)
 
 
 def cp_gated_delta_rule(

@@ -14,8 +14,9 @@ Shapes: N chunks of C tokens, H value heads, D documents; the rest as in ``delta
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +81,11 @@ class _Layout:
         places = np.empty(length.sum(), np.int64)
         places[rows[is_token]] = np.flatnonzero(is_token)
         return cls(rows, places, order, steps)
+
+
+def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it products have the dtype of their factors: autocast would make 16 bits of states."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def run(

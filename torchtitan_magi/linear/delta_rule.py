@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.transport import Transport
-from torchtitan_magi.linear.chunked import Tokens, run
+from torchtitan_magi.linear.chunked import Tokens, own_dtypes, run
 from torchtitan_magi.linear.maps import Map, maps_of, send, states_before
 from torchtitan_magi.linear.once import once
 from torchtitan_magi.masks.geometry import Int64Array
@@ -148,7 +148,8 @@ class _DeltaRule(torch.autograd.Function):
         scale: float,
     ) -> Tensor:  # fmt: skip
         tokens = Tokens(q, k, v, g, beta)
-        out, kept = forward(tokens, parts, transport, scale)
+        with own_dtypes(v.device):
+            out, kept = forward(tokens, parts, transport, scale)
         ctx.save_for_backward(*tokens, *kept)
         ctx.rest = parts, transport, scale
         return out
@@ -157,7 +158,9 @@ class _DeltaRule(torch.autograd.Function):
     @once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *tokens, states, matrices = ctx.saved_tensors
-        return *backward(Tokens(*tokens), dout, Kept(states, matrices), *ctx.rest), None, None, None
+        with own_dtypes(dout.device):
+            grads = backward(Tokens(*tokens), dout, Kept(states, matrices), *ctx.rest)
+        return *grads, None, None, None
 
 
 delta_rule = _DeltaRule.apply
