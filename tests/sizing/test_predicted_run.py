@@ -261,6 +261,12 @@ def test_a_wrong_gpu_is_one_line(options, message, tmp_path, monkeypatch, capsys
     assert capsys.readouterr().err.strip().splitlines()[-1].endswith(message)
 
 
+def test_a_flavor_without_a_file_is_named(capsys):
+    with pytest.raises(SystemExit):
+        command.main([str(ROOT / "train_configs" / "debug.toml")])
+    assert "model.flavor is 'debugmodel_varlen_attn', a model of torchtitan's; sizing" in capsys.readouterr().err
+
+
 def test_what_is_not_counted_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     degrees = "context_parallel_degree = 8"

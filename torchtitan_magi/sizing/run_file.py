@@ -95,6 +95,12 @@ def model_of(run: RunFile) -> ModelConfig:
     published = published_sizes(folder)
     if published is not None and not os.path.exists(Path(folder) / "config.json"):
         return published
+    flavor = run.read("model.flavor", "hf")
+    if flavor != "hf" and not os.path.exists(Path(folder) / "config.json"):
+        raise ValueError(
+            f"model.flavor is {quoted(flavor)}, a model of torchtitan's; sizing reads the config.json of a checkpoint, "
+            f"and {shown(folder)} has none; put one there, or give --heads and --head-dim"
+        )
     try:
         return read_model_config(folder)
     except ValueError as error:

@@ -72,7 +72,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     if setup.reference:
         parts["reference"] = setup.microbatches * (products / gpu.products + forward / setup.pp + output / gpu.products)
     parts["optimizer"] = setup.trained * OPTIMIZER_BYTES * (setup.param_bytes / 4) / gpu.passes
-    once = (products + output / setup.pp) * 3 + model.attention_flops * pairs / setup.tp / setup.pp
+    once = (products + output / setup.pp) * (1 + weights) + model.attention_flops * pairs / setup.tp / setup.pp
     return StepTime({name: seconds for name, seconds in parts.items() if seconds}, once * setup.microbatches)
 
 
