@@ -7,7 +7,14 @@ if TYPE_CHECKING:
     from torchtitan_magi.attention.api import clear_caches, cp_varlen_attn, flex_flash_attn
     from torchtitan_magi.attention.dispatch import dispatch, undispatch
     from torchtitan_magi.linear.api import cp_causal_conv1d, cp_gated_delta_rule, gated_delta_rule
-    from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+    from torchtitan_magi.masks.builders import (
+        block_causal,
+        shared_prompt,
+        sliding_window,
+        tree_causal,
+        varlen_causal,
+        varlen_full,
+    )
     from torchtitan_magi.masks.slices import AttnSlices
     from torchtitan_magi.planning.cost_model import CostModel, Heads
     from torchtitan_magi.planning.plan import AttnPlan, make_plan, make_plans
@@ -29,6 +36,7 @@ __all__ = [
     "make_plans",
     "shared_prompt",
     "sliding_window",
+    "tree_causal",
     "undispatch",
     "varlen_causal",
     "varlen_full",

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from support.errors import one_line
 from support.masks import dense_mask, document_lengths, document_masks, shared_prompt_mask, slice_lists
 
-from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.builders import (
+    block_causal,
+    shared_prompt,
+    sliding_window,
+    tree_causal,
+    varlen_causal,
+    varlen_full,
+)
 from torchtitan_magi.masks.geometry import clip_keys, clip_rows, trim
 from torchtitan_magi.masks.slices import AttnSlices
 
@@ -113,6 +120,49 @@ def test_builders_follow_their_definitions(lengths, size):
         assert slices.area == want.sum()
 
 
+def tree_mask(lengths, parents, starts, window, total):
+    """By its definition: the last ``window`` tokens on the way from the root."""
+    mask = np.zeros((total, total), dtype=bool)
+    for node, length in enumerate(lengths):
+        way, above = [], node
+        while above >= 0:
+            way, above = [*range(starts[above], starts[above] + lengths[above]), *way], parents[above]
+        for row in range(length):
+            seen = way[: len(way) - length + row + 1]
+            mask[starts[node] + row, seen[-window:] if window else seen] = True
+    return mask
+
+
+@st.composite
+def trees(draw):
+    """lengths, parents, starts, window and the number of tokens; nodes lie in any order, perhaps with gaps."""
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=8))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(len(lengths))]
+    order = draw(st.permutations(range(len(lengths)))) if draw(st.booleans()) else range(len(lengths))
+    starts, end = [0] * len(lengths), 0
+    for node in order:
+        starts[node] = end + draw(st.integers(0, 1))
+        end = starts[node] + lengths[node]
+    return lengths, parents, starts, draw(st.none() | st.integers(1, 20)), end + 1
+
+
+@given(trees())
+def test_a_tree_sees_the_way_from_its_root(tree):
+    lengths, parents, starts, window, total = tree
+    slices, want = tree_causal(lengths, parents, starts, window), tree_mask(*tree)
+    assert (dense_mask(slices.table, total, total) == want).all()
+    assert slices.area == want.sum()  # no pair twice
+
+
+def test_nodes_that_follow_their_parents_are_one_causal_document():
+    assert tree_causal([3, 4, 2], [-1, 0, 1]).table.tolist() == varlen_causal([0, 9]).table.tolist()
+    answers = tree_causal([8, 2, 2, 2], [-1, 0, 0, 0])
+    assert (
+        len(answers.table) == 1 + 2 * 2
+    )  # prompt with its first answer; each other one, and what it sees of the prompt
+    assert answers.area == 8 * 9 // 2 + 3 * (2 * 8 + 3)
+
+
 def test_shared_prompt_lets_both_answers_see_the_prompt_and_not_each_other():
     lengths = [[3, 2, 4], [1, 0, 2], [0, 2, 1]]
     assert (dense_mask(shared_prompt(lengths).table, 15, 15) == shared_prompt_mask(lengths)).all()
@@ -172,6 +222,12 @@ def test_a_window_and_blocks_as_large_as_can_be_are_no_limit():
         (lambda: varlen_causal([0, 2**40]), "cu_seqlens: 1099511627776 is too large"),
         (lambda: AttnSlices([[0, 2**31, 0, 1, 0]]), "2147483648 is too large; token numbers must fit in 32 bits"),
         (lambda: shared_prompt([[1, 2]]), "num_pairs, 3"),
+        (lambda: tree_causal([1, -2], [-1, 0]), r"non-negative \[num_nodes\]"),
+        (lambda: tree_causal([1, 2], [-1]), r"parents has shape \(1,\) for 2 nodes"),
+        (lambda: tree_causal([1, 2], [-1, 1]), "parents has 1 at index 1; a parent comes before its child"),
+        (lambda: tree_causal([1, 2], [-2, 0]), "parents has -2 at index 0"),
+        (lambda: tree_causal([1, 2], [-1, 0], [0]), r"starts has shape \(1,\) for 2 nodes"),
+        (lambda: tree_causal([1, 2], [-1, 0], window=0), "window is 0; it counts"),
         (lambda: shared_prompt([[1, 2, 3]], window=0), "window is 0; it counts"),
         (lambda: shared_prompt([[1, 2, 3]], [0, 6]), r"starts has shape \(2,\) for 1 pairs"),
         (lambda: AttnSlices([[0, 1, 0, 1]]), r"give \[n, 5\]"),

@@ -203,6 +203,7 @@ dataset_path = "data.jsonl"
 seq_len = 65536
 steps = 100
 local_batch_size = {batch}
+enable_cpu_offload = {offload}
 [parallelism]
 {degrees}
 [activation_checkpoint]
@@ -232,7 +233,7 @@ LORA = "[magi.lora]\nrank = 16"
 )
 def test_every_kind_of_run_has_an_answer(model, folder, degrees, batch, more, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = RUN.format(model=model, folder=folder, degrees=degrees, batch=batch, more=more)
+    text = RUN.format(model=model, folder=folder, degrees=degrees, batch=batch, more=more, offload="false")
     (tmp_path / "run.toml").write_text(text)
     command.main(["run.toml", "--packs", "1"])
     said = " ".join(capsys.readouterr().out.split())
@@ -251,11 +252,29 @@ def test_every_kind_of_run_has_an_answer(model, folder, degrees, batch, more, ex
 )
 def test_a_wrong_gpu_is_one_line(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run = RUN.format(model="llama3", folder="Qwen3-8B", degrees="context_parallel_degree = 8", batch=1, more="")
+    run = RUN.format(
+        model="llama3", folder="Qwen3-8B", degrees="context_parallel_degree = 8", batch=1, more="", offload="true"
+    )
     (tmp_path / "run.toml").write_text(run)
     with pytest.raises(SystemExit):
         command.main(["run.toml", *options])
     assert capsys.readouterr().err.strip().splitlines()[-1].endswith(message)
+
+
+def test_a_flavor_without_a_file_is_named(capsys):
+    with pytest.raises(SystemExit):
+        command.main([str(ROOT / "train_configs" / "debug.toml")])
+    assert "model.flavor is 'debugmodel_varlen_attn', a model of torchtitan's; sizing" in capsys.readouterr().err
+
+
+def test_what_is_not_counted_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    degrees = "context_parallel_degree = 8"
+    run = RUN.format(model="qwen3", folder="Qwen3-8B", degrees=degrees, batch=1, more="", offload="true")
+    (tmp_path / "run.toml").write_text(run)
+    command.main(["run.toml", "--packs", "1"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "enable_cpu_offload is true; its copies and the optimizer on the CPU take time that is not counted" in said
 
 
 def test_gpus_are_named_in_any_case_and_slower_ones_are_slower():

@@ -13,11 +13,13 @@ import importlib.metadata
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, popen_forkserver
@@ -172,7 +174,22 @@ def run_script(processes: int, path: Path | str, *arguments: object) -> Run:
     return _run(processes, _run_script_in_child, ([str(path), *map(str, arguments)],))
 
 
+class GlooError(TrainingError):
+    """A rank ended by a signal that C++ code raises."""
+
+
 def _run(processes: int, target: Callable, arguments: tuple, until: Callable | None = None) -> Run:
+    """Once more where gloo has crashed: rarely, its two threads free the same buffer (docs/internals/robustness.md)."""
+    try:
+        return _run_once(processes, target, arguments, until)
+    except GlooError as error:
+        if processes == 1 or ON_GPUS:
+            raise
+        warnings.warn(f"{error}: started once more", stacklevel=2)
+        return _run_once(processes, target, arguments, until)
+
+
+def _run_once(processes: int, target: Callable, arguments: tuple, until: Callable | None) -> Run:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, processes, is_master=True, wait_for_workers=False)  # any free port
@@ -202,7 +219,8 @@ def _run(processes: int, target: Callable, arguments: tuple, until: Callable | N
                     code = started[rank].exitcode  # negative: the number of a signal
                     event = ("error", "EOFError", f"rank {rank} died without a word, exit code {code}", "")
                 if event[0] == "error":
-                    raise TrainingError(*event[1:], _tail(f"{folder}/rank{rank}.log"))
+                    crashed = started[rank].exitcode in (-signal.SIGABRT, -signal.SIGSEGV)
+                    raise (GlooError if crashed else TrainingError)(*event[1:], _tail(f"{folder}/rank{rank}.log"))
                 if event[0] == "end":
                     del ranks[pipe]
                     continue

@@ -85,16 +85,81 @@ def shared_prompt(lengths: object, starts: object = None, window: int | None = N
     start = total.cumsum() - total if starts is None else as_int64(starts, "starts")
     if start.shape != total.shape:
         raise ValueError(f"starts has shape {start.shape} for {len(total)} pairs; give the first token of each pair")
-    prompt_end, chosen_end, rejected_end = start + array.cumsum(1).T
-    own = causal_ranges(start, chosen_end, window), causal_ranges(chosen_end, rejected_end, window)
-    longest = int(total.max(initial=0)) + 1
-    window = longest if window is None else min(window, longest)
-    reach = np.minimum(chosen_end + window - 1, rejected_end)  # up to here rejected sees some of the prompt
-    whole = np.clip(chosen_end + window - 1 - (prompt_end - start), chosen_end, reach)  # and up to here all of it
-    first = np.maximum(start, prompt_end - window + 1)
-    all_of_prompt = np.stack([chosen_end, whole, start, prompt_end, np.full_like(start, FULL)], 1)
-    end_of_prompt = np.stack([whole, reach, first, prompt_end, np.full_like(start, INV_CAUSAL)], 1)
-    return AttnSlices(np.concatenate([*own, all_of_prompt, end_of_prompt[whole < reach]]))
+    first = 3 * np.arange(len(total))[:, None]
+    nodes = np.stack([np.full_like(total, -1), first[:, 0], first[:, 0]], 1).ravel()
+    return _of_trees(array.ravel(), nodes, (start[:, None] + array.cumsum(1) - array).ravel(), window)
+
+
+def tree_causal(lengths: object, parents: object, starts: object = None, window: int | None = None) -> AttnSlices:
+    """Documents that share their beginnings, each a tree of nodes: runs of tokens.
+
+    A token sees those of its own node that are not behind it, and all tokens of its node's ancestors. A chain of nodes
+    is a document; a prompt with several answers is a root with as many children.
+
+    Args:
+        lengths: integers [num_nodes], tokens of each node.
+        parents: integers [num_nodes], the number of each node's parent, which comes before it; -1: it has none.
+        starts: integers [num_nodes], first token of each node; by default node follows node.
+        window: how many tokens a row sees at most, as in ``sliding_window``, along the way from its root; None: all.
+
+    Raises:
+        ValueError: shapes that differ, a negative length, a parent that does not come before its child; window is no
+            integer of at least 1.
+    """
+    if window is not None:
+        _check_window(window)
+    sizes, above = as_int64(lengths, "lengths"), as_int64(parents, "parents")
+    if sizes.ndim != 1 or (sizes < 0).any():
+        raise ValueError(f"lengths has shape {sizes.shape}; give non-negative [num_nodes], the tokens of each node")
+    if above.shape != sizes.shape:
+        raise ValueError(f"parents has shape {above.shape} for {len(sizes)} nodes; give the parent of each node, or -1")
+    if (i := first_true((above < -1) | (above >= np.arange(len(above))))) is not None:
+        raise ValueError(
+            f"parents has {above[i]} at index {i}; a parent comes before its child: give a lower number, or -1"
+        )
+    first = sizes.cumsum() - sizes if starts is None else as_int64(starts, "starts")
+    if first.shape != sizes.shape:
+        raise ValueError(f"starts has shape {first.shape} for {len(sizes)} nodes; give the first token of each node")
+    return _of_trees(sizes, above, first, window)
+
+
+def _of_trees(sizes: Int64Array, parents: Int64Array, start: Int64Array, window: int | None) -> AttnSlices:
+    """The mask of ``tree_causal``. Nodes that follow their parents at once are one run with these."""
+    end, numbers = start + sizes, np.arange(len(sizes))
+    follows = (parents >= 0) & (start == end[parents])
+    head = np.where(follows, parents, numbers)
+    while (head[head] != head).any():
+        head = head[head]
+    run_end = start.copy()
+    np.maximum.at(run_end, head, end)
+    runs = numbers[(head == numbers) & (start < run_end)]
+    tables = [causal_ranges(start[runs], run_end[runs], window)]
+    runs = runs[parents[runs] >= 0]
+    seen, between = parents[runs], np.zeros_like(runs)  # a node of an ancestor's run; tokens from its end to the run
+    while len(runs):
+        keys = start[head[seen]], end[seen]
+        tables += _ancestors(start[runs], run_end[runs], *keys, between, window)
+        between = between + keys[1] - keys[0]
+        above = parents[head[seen]]
+        runs, seen, between = runs[above >= 0], above[above >= 0], between[above >= 0]
+    return AttnSlices(np.concatenate(tables))
+
+
+def _ancestors(
+    start: Int64Array, end: Int64Array, first: Int64Array, last: Int64Array, between: Int64Array, window: int | None
+) -> list[Int64Array]:
+    """What rows [start, end) see of keys [first, last), which lie ``between`` tokens before them: all of these, and of
+    the last ones of a window, fewer with each row."""
+    some = first < last
+    start, end, first, last, between = (x[some] for x in (start, end, first, last, between))
+    longest = int((end - start + last - first + between).max(initial=0))
+    left = (longest + 1 if window is None else min(window, longest + 1)) - between  # of the window, in front of them
+    whole = np.clip(start + left - (last - first), start, end)  # up to here rows see all of the keys
+    reach = np.clip(start + left - 1, whole, end)  # and up to here some
+    begin = last - (left - 1 - (whole - start))
+    full = np.stack([start, whole, first, last, np.full_like(start, FULL)], 1)
+    part = np.stack([whole, reach, begin, last, np.full_like(start, INV_CAUSAL)], 1)
+    return [full[start < whole], part[whole < reach]]
 
 
 def causal_ranges(start: Int64Array, end: Int64Array, window: int | None = None) -> Int64Array:

@@ -23,14 +23,14 @@ class Answer:
         faster: options to set, and the run with them.
         steps: None where they are not known.
         per_epoch: packs of an epoch; None where the data are not there.
-        stand_ins: what was not there, and what it was sized by instead.
+        notes: what was not there, what it was sized by instead, and what is not counted.
     """
 
     run: PredictedRun
     faster: list[tuple[str, PredictedRun]]
     steps: int | None
     per_epoch: float | None
-    stand_ins: list[str]
+    notes: list[str]
 
     @property
     def packs_per_step(self) -> int:
@@ -57,7 +57,7 @@ def packs_per_step(run: PredictedRun) -> int:
 def answer_lines(answer: Answer) -> list[str]:
     """The answer for a terminal."""
     run = answer.run
-    lines = [*(f"Note: {said}." for said in answer.stand_ins), *verdict(answer)]
+    lines = [*(f"Note: {said}." for said in answer.notes), *verdict(answer)]
     lines = [line for text in lines for line in textwrap.wrap(text, WIDTH)]
     memory = [(part, f"{size / GIB:.1f}") for part, size in run.memory.parts.items()]
     memory.append((f"in {run.memory.moment}", f"{run.memory.total / GIB:.1f}"))
@@ -149,7 +149,7 @@ def answer_html(answer: Answer) -> str:
     first, *others = verdict(answer)
     lines, paragraphs = answer_lines(answer), "".join(f"<p>{html.escape(text)}</p>" for text in others)
     tables = html.escape("\n".join(lines[lines.index("") + 1 :]))
-    notes = "".join(f"<p>Note: {html.escape(said)}.</p>" for said in answer.stand_ins)
+    notes = "".join(f"<p>Note: {html.escape(said)}.</p>" for said in answer.notes)
     kind = "fits" if answer.run.fits else "large"
     return f'<div class="answer {kind}"><h2>{html.escape(first)}</h2>{paragraphs}{notes}<pre>{tables}</pre></div>'
 

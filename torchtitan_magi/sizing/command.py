@@ -32,9 +32,9 @@ from torchtitan_magi.sizing.run_file import (
     NO_DATA,
     RunFile,
     missing_data,
+    notes_on,
     options_of,
     setup_of_file,
-    stand_ins,
     steps_of,
 )
 from torchtitan_magi.sizing.run_setup import Setup
@@ -117,7 +117,7 @@ def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespa
     place = Place(gpu_named(options.gpu), options.gpus_per_node, tuple(packs.packs), packs.learned, cost)
     found = predict_run(setup_of_file(run, num_gpus), place)
     steps = steps_of(run, packs_per_step(found), packs.per_epoch)
-    return Answer(found, faster(found), steps, packs.per_epoch, list(stand_ins(run)))
+    return Answer(found, faster(found), steps, packs.per_epoch, list(notes_on(run)))
 
 
 def _write(sizings: list[Sizing], answers: list[Answer], options: argparse.Namespace) -> None:

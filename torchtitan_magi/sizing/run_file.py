@@ -95,14 +95,20 @@ def model_of(run: RunFile) -> ModelConfig:
     published = published_sizes(folder)
     if published is not None and not os.path.exists(Path(folder) / "config.json"):
         return published
+    flavor = run.read("model.flavor", "hf")
+    if flavor != "hf" and not os.path.exists(Path(folder) / "config.json"):
+        raise ValueError(
+            f"model.flavor is {quoted(flavor)}, a model of torchtitan's; sizing reads the config.json of a checkpoint, "
+            f"and {shown(folder)} has none; put one there, or give --heads and --head-dim"
+        )
     try:
         return read_model_config(folder)
     except ValueError as error:
         raise ValueError(f"{error}, or give --heads and --head-dim") from None
 
 
-def stand_ins(run: RunFile) -> Iterator[str]:
-    """Says what is not there yet, and what it was sized by instead."""
+def notes_on(run: RunFile) -> Iterator[str]:
+    """Says what is not there yet, what it was sized by instead, and what is not counted."""
     folder = run.read("model.hf_assets_path", str)
     if not os.path.exists(Path(folder) / "config.json"):
         yield f"{shown(folder)} has no config.json yet; the model is the published {Path(folder).name}"
@@ -111,6 +117,8 @@ def stand_ins(run: RunFile) -> Iterator[str]:
             f"{shown(missing)} is not there yet; documents are those of the histogram, and their lengths decide what "
             "attention takes"
         )
+    if run.read("training.enable_cpu_offload", False):
+        yield "training.enable_cpu_offload is true; what copies and the optimizer on the CPU take is not counted"
 
 
 def missing_data(run: RunFile) -> str | None:

@@ -46,7 +46,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     model, layers = setup.model, setup.model.num_layers / setup.pp
     blocks = [block_of(model, number) for number in range(model.num_layers)]
     used = sum(block.used for block in blocks) / setup.pp / setup.tp
-    again = _recomputed(setup)
+    again, attends = _recomputed(setup), setup.checkpointing != "selective" or setup.every > 0
     weights = 1 if setup.lora_rank else GRADIENTS  # frozen weights have no gradients
     products = 2 * used * setup.tokens
     output = 2 * setup.on_rank.vocabulary * setup.tokens * setup.learned
@@ -57,7 +57,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
         "matrix products": products * (1 + weights) / gpu.products,
         "element-wise passes": layers * _passes(setup) * (3 + again) / gpu.passes,
         "attention": (forward + backward) / setup.pp,
-        "recomputation": again * (products * _kept_out(setup) / gpu.products + forward / setup.pp * _attends(setup)),
+        "recomputation": again * (products * _products_again(setup) / gpu.products + forward * attends / setup.pp),
         "output layer and loss": logits / setup.pp,
         "moving tokens to experts": _experts(setup, gpu, gpus_per_node) * (1 + again / 3),
         "tensor parallelism": _tensor_parallel(setup, gpu) * layers * (1 + again / 2),
@@ -72,7 +72,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     if setup.reference:
         parts["reference"] = setup.microbatches * (products / gpu.products + forward / setup.pp + output / gpu.products)
     parts["optimizer"] = setup.trained * OPTIMIZER_BYTES * (setup.param_bytes / 4) / gpu.passes
-    once = (products + output / setup.pp) * 3 + model.attention_flops * pairs / setup.tp / setup.pp
+    once = (products + output / setup.pp) * (1 + weights) + model.attention_flops * pairs / setup.tp / setup.pp
     return StepTime({name: seconds for name, seconds in parts.items() if seconds}, once * setup.microbatches)
 
 
@@ -83,7 +83,7 @@ def _recomputed(setup: Setup) -> float:
     return {"full": 1.0, "memory_budget": 1 - setup.budget}.get(setup.checkpointing, 0.0)
 
 
-def _kept_out(setup: Setup) -> float:
+def _products_again(setup: Setup) -> float:
     """Which share of a block's products is computed again where it is: all but the last of a dense block, as nothing
     waits for it; by operation every other one."""
     if setup.checkpointing == "selective" and not setup.every:
@@ -91,11 +91,6 @@ def _kept_out(setup: Setup) -> float:
     if setup.model.experts:
         return 1.0
     return 1 - setup.model.dim * setup.model.hidden_dim / block_of(setup.model, 0).used
-
-
-def _attends(setup: Setup) -> bool:
-    """Whether attention is computed again."""
-    return setup.checkpointing != "selective" or setup.every > 0
 
 
 def _passes(setup: Setup) -> float:
