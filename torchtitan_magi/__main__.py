@@ -19,6 +19,7 @@ Each command has its own --help. Several machines train by torchrun
 
 # Each command is imported when it is called: this text needs no torch.
 
+import difflib
 import importlib
 import sys
 
@@ -40,7 +41,9 @@ def main() -> None:
         print((__doc__ or "").strip())
         return
     if name not in MODULES:
-        print(f"torchtitan-magi: error: there is no command {name!r:.80}; see torchtitan-magi --help", file=sys.stderr)
+        close = difflib.get_close_matches(name, MODULES, 1)
+        hint = f"did you mean {close[0]}?" if close else "see torchtitan-magi --help"
+        print(f"torchtitan-magi: error: there is no command {name!r:.80}; {hint}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"torchtitan-magi {name}", *arguments]
     sys.exit(importlib.import_module(f"torchtitan_magi.{MODULES[name]}").main())

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torchtitan_magi.commands.generation import MAX_NEW_TOKENS, QUESTION, answer_of
 from torchtitan_magi.commands.parser import CommandParser
-from torchtitan_magi.training.checkpoints.digests import check_digests, check_sizes
+from torchtitan_magi.training.checkpoints.digests import check_digests, check_sizes, is_export
 from torchtitan_magi.wording import shown
 
 
@@ -44,6 +44,12 @@ def _told(said: Callable[[Path], str], folder: Path) -> int:
 
 
 def _whole(folder: Path) -> str:
+    if is_export(folder):
+        return f"{shown(folder)} is an export, which has no digests; ask its model with --generate"
+    if steps := sorted(path.name for path in folder.glob("step-*")):
+        raise ValueError(
+            f"{shown(folder)} has the checkpoints {', '.join(steps)}; give one of them, or {shown(folder)}/step-*"
+        )
     num_bytes = check_digests(folder)  # first, as what does not match is not unpickled
     check_sizes(folder)
     return f"{shown(folder)} is whole: {num_bytes / 2**30:.2f} GiB"

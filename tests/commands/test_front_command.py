@@ -45,9 +45,9 @@ def test_train_is_the_launcher(capsys):
 
 def test_a_wrong_command_ends_in_one_line(capsys):
     assert call("trian") == 2
-    assert capsys.readouterr().err == (
-        "torchtitan-magi: error: there is no command 'trian'; see torchtitan-magi --help\n"
-    )
+    assert capsys.readouterr().err == "torchtitan-magi: error: there is no command 'trian'; did you mean train?\n"
+    assert call("xyzzy") == 2
+    assert capsys.readouterr().err.endswith("there is no command 'xyzzy'; see torchtitan-magi --help\n")
 
 
 def test_calibrate_without_torchrun_ends_in_one_line(capsys, monkeypatch):

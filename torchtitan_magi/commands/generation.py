@@ -37,7 +37,7 @@ def answer_of(folder: Path, question: str) -> str:
     """
     try:
         base = _base_of(folder)
-        tokenizer = _tokenizer_of(base)
+        tokenizer = _tokenizer_of(base, folder)
         has_turns = bool(tokenizer.chat_template)
         prompt = _chat_prompt(tokenizer, question) if has_turns else tokenizer(question).input_ids
         loaded = Model(_load(base, folder), tokenizer)
@@ -66,9 +66,13 @@ def _base_of(folder: Path) -> Path:
     return Path(base)
 
 
-def _tokenizer_of(base: Path) -> Any:
+def _tokenizer_of(base: Path, folder: Path) -> Any:
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
+    if base != folder and not (base / "config.json").is_file():
+        raise ValueError(
+            f"its base model, {quoted_path(base)}, has no config.json; adapters need the weights they were made for"
+        )
     if not (base / "config.json").is_file():
         raise ValueError("it has no config.json; give the folder that a run with checkpoint.last_save_in_hf ended with")
     return transformers.AutoTokenizer.from_pretrained(base)

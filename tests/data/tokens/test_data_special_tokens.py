@@ -140,6 +140,28 @@ def test_tokens_that_the_embedding_lacks_are_counted_in_full(tmp_path):
         check(tokens - 1)
 
 
+def test_a_tokenizer_of_another_model_is_told_by_the_models_special_tokens(tmp_path, caplog):
+    tokens = write_folder(tmp_path, FOLDERS["map"][0]).get_vocab_size() + 2
+    job = type("Job", (), {"model": type("Model", (), {"hf_assets_path": str(tmp_path)})})
+    tokenizer, model = run_tokenizer(tmp_path), type("Config", (), {"vocab_size": 9999})
+    tokenizer.bos_id = 7
+
+    def check(**fields):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        check_vocabulary(tokenizer, model, job)
+
+    check(bos_token_id=tokenizer.bos_id, eos_token_id=[0, tokens - 1])
+    check(bos_token_id=None)
+    assert not caplog.records
+    for eos in (tokens, [0, tokens]):
+        with pytest.raises(
+            ValueError, match=f"eos_token_id {tokens}, but the tokenizer there has {tokens} tokens; use"
+        ):
+            check(eos_token_id=eos)
+    check(bos_token_id=tokenizer.bos_id + 1)
+    assert "is it the tokenizer that came with the weights?" in caplog.text
+
+
 def test_a_folder_without_tokenizer_json(tmp_path, caplog):
     """What torchtitan takes, everything takes."""
     whole = write_folder(tmp_path, {CONFIG: {"bos_token": "<s>"}})

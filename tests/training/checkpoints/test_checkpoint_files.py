@@ -113,8 +113,18 @@ def test_safetensors_without_metadata_name_the_option(tmp_path):
 
 def test_the_command_names_an_export(tmp_path, capsys):
     (tmp_path / "model.safetensors").write_bytes(b"")
+    assert verify.main([str(tmp_path)]) == 0
+    assert f"{tmp_path} is an export, which has no digests; ask its model with --generate" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="is an export in safetensors, without digests; give a checkpoint to resume"):
+        digests.check_digests(tmp_path)
+
+
+def test_the_command_names_the_checkpoints_of_a_folder(tmp_path, capsys):
+    (tmp_path / "step-10").mkdir()
+    (tmp_path / "step-20").mkdir()
     assert verify.main([str(tmp_path)]) == 1
-    assert f"{tmp_path} is an export in safetensors, without digests; give a checkpoint" in capsys.readouterr().err
+    said = f"{tmp_path} has the checkpoints step-10, step-20; give one of them, or {tmp_path}/step-*"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", [None, "no digest\n", ""])

@@ -238,14 +238,14 @@ class PackedDataset(IterableDataset, Stateful):
         if version != PACKING_VERSION:
             raise ValueError(
                 f"the loader's saved state has packing version {quoted(version)}, this program has {PACKING_VERSION};"
-                " resume with the program that saved it, or without the loader's state"
+                " resume with the program that saved it, or begin anew in another folder"
             )
         for name, now in self.identity().items():
             saved = state_dict["stream"].get(name)
             if saved != now:
                 raise ValueError(
                     f"the loader's saved state has {name} = {quoted(saved)}, this run has {quoted(now)};"
-                    " resume with the same value, or without the loader's state"
+                    " resume with the same value, or begin anew in another folder (job.dump_folder)"
                 )
         cursor = Cursor.from_state_dict(state_dict.get("cursor", {}))
         if cursor.window > self._stream.order_of(cursor.epoch).num_windows or (

@@ -203,6 +203,11 @@ def _file_sizes(metadata: Metadata) -> dict[str, int]:
     return ends
 
 
+def is_export(folder: Path) -> bool:
+    """Whether a folder holds an export for transformers or PEFT."""
+    return not (folder / DIGESTS).exists() and any(folder.glob("*.safetensors"))
+
+
 def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
     """Compares the bytes of a checkpoint's files with SHA256SUMS, which must name all of them.
 
@@ -216,7 +221,7 @@ def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
         ValueError: one line that names the file and the remedy.
     """
     path, num_bytes = folder / DIGESTS, 0
-    if not path.exists() and any(folder.glob("*.safetensors")):
+    if is_export(folder):
         raise ValueError(
             f"{shown(folder)} is an export in safetensors, without digests; give a checkpoint to resume from"
         )

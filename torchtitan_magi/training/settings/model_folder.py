@@ -1,7 +1,8 @@
 """Which model a run has: that of ``hf_assets_path``'s config.json, or a named flavor compared with it."""
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,31 @@ def check_vocabulary(tokenizer: Any, config: ModelConfig, job_config: Any) -> No
             f"the tokenizer in {shown(job_config.model.hf_assets_path)} has {tokens} tokens, the model's vocab_size is "
             f"{config.vocab_size}; use the tokenizer that came with the weights"
         )
+    folder = job_config.model.hf_assets_path
+    for name, number in _named_tokens(Path(folder)):
+        if number >= tokens:
+            raise ValueError(
+                f"the config.json of {shown(folder)} has {name} {number}, but the tokenizer there has {tokens} tokens; "
+                "use the tokenizer that came with the weights"
+            )
+    named = dict(_named_tokens(Path(folder)))
+    if tokenizer.bos_id is not None and named.get("bos_token_id", tokenizer.bos_id) != tokenizer.bos_id:
+        logger.warning(
+            f"{shown(folder)}: config.json has bos_token_id {named['bos_token_id']}, but the tokenizer's BOS is "
+            f"{tokenizer.bos_id}: is it the tokenizer that came with the weights?"
+        )
+
+
+def _named_tokens(folder: Path) -> Iterator[tuple[str, int]]:
+    """Fields of a config.json that number a special token, and the numbers."""
+    try:
+        fields = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):  # there is none; of a broken one others have told
+        return
+    if not isinstance(fields, dict):
+        return
+    for name in ("bos_token_id", "eos_token_id"):
+        value = fields.get(name)
+        for number in value if isinstance(value, list) else [value]:
+            if type(number) is int and number >= 0:
+                yield name, number
