@@ -64,6 +64,11 @@ def check_folders(job_config: Any, config: ModelConfig) -> ExportLayout:
     if source and (not resumes or job_config.training.dataset == DPO_DATASET):  # a reference always starts from there
         check_weights(source, config)
     _warn_of_positions(job_config.training.seq_len, config, exports and not job_config.magi.lora.rank)
+    if exports and job_config.magi.lora.rank and job_config.magi.random_weights:
+        logger.warning(
+            "magi.random_weights is true, so adapters are trained on weights that nobody keeps, and their export is of "
+            "no use; begin with the weights of a checkpoint"
+        )
     rounds = checkpoint.enable and checkpoint.last_save_model_only and checkpoint.export_dtype != "float32"
     return ExportLayout(
         shard_numbers(assets, config) if exports else None,
