@@ -274,7 +274,7 @@ def test_what_is_not_counted_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "run.toml").write_text(run)
     command.main(["run.toml", "--packs", "1"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "enable_cpu_offload is true; its copies and the optimizer on the CPU take time that is not counted" in said
+    assert "enable_cpu_offload is true; what copies and the optimizer on the CPU take is not counted" in said
 
 
 def test_gpus_are_named_in_any_case_and_slower_ones_are_slower():

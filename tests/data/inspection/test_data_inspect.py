@@ -492,7 +492,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch):
     os.close(reader)
     with open(writer, "w") as broken:
         monkeypatch.setattr(sys, "stdout", broken)
-        command._print("seen enough")
+        command.print_text("seen enough")
         monkeypatch.undo()
 
 
