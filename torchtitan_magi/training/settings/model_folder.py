@@ -1,11 +1,11 @@
 """Which model a run has: that of ``hf_assets_path``'s config.json, or a named flavor compared with it."""
 
-import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_magi.models.config_file import ConfigFile
 from torchtitan_magi.models.model_config import ModelConfig, differences, read_model_config
 from torchtitan_magi.models.names import PICTURES
 from torchtitan_magi.training.checkpoints.hf_weights import ExportLayout, check_weights, float32_names, shard_numbers
@@ -108,7 +108,7 @@ def _problem(model: Any, folder: str, config: ModelConfig) -> str | None:
 
 
 def check_vocabulary(tokenizer: Any, config: ModelConfig, job_config: Any) -> None:
-    """Refuses a tokenizer with tokens that the model's embedding does not have.
+    """Refuses a tokenizer with tokens that the model's embedding does not have, or without the model's special tokens.
 
     Raises:
         ValueError: one line with both numbers.
@@ -120,30 +120,27 @@ def check_vocabulary(tokenizer: Any, config: ModelConfig, job_config: Any) -> No
             f"{config.vocab_size}; use the tokenizer that came with the weights"
         )
     folder = job_config.model.hf_assets_path
-    for name, number in _named_tokens(Path(folder)):
+    named = _named_tokens(Path(folder) / "config.json")
+    for name, number in named:
         if number >= tokens:
             raise ValueError(
                 f"the config.json of {shown(folder)} has {name} {number}, but the tokenizer there has {tokens} tokens; "
                 "use the tokenizer that came with the weights"
             )
-    named = dict(_named_tokens(Path(folder)))
-    if tokenizer.bos_id is not None and named.get("bos_token_id", tokenizer.bos_id) != tokenizer.bos_id:
+    bos = dict(named).get("bos_token_id")
+    if None not in (bos, tokenizer.bos_id) and bos != tokenizer.bos_id:
         logger.warning(
-            f"{shown(folder)}: config.json has bos_token_id {named['bos_token_id']}, but the tokenizer's BOS is "
-            f"{tokenizer.bos_id}: is it the tokenizer that came with the weights?"
+            f"{shown(folder)}: config.json has bos_token_id {bos}, but the tokenizer's BOS is {tokenizer.bos_id}: "
+            "is it the tokenizer that came with the weights?"
         )
 
 
-def _named_tokens(folder: Path) -> Iterator[tuple[str, int]]:
+def _named_tokens(path: Path) -> list[tuple[str, int]]:
     """Fields of a config.json that number a special token, and the numbers."""
     try:
-        fields = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):  # there is none; of a broken one others have told
-        return
-    if not isinstance(fields, dict):
-        return
-    for name in ("bos_token_id", "eos_token_id"):
-        value = fields.get(name)
-        for number in value if isinstance(value, list) else [value]:
-            if type(number) is int and number >= 0:
-                yield name, number
+        fields = ConfigFile(path).values
+    except ValueError:  # there is none; of a broken one others have told
+        return []
+    values = [(name, fields.get(name)) for name in ("bos_token_id", "eos_token_id")]
+    numbers = [(name, number) for name, value in values for number in (value if isinstance(value, list) else [value])]
+    return [(name, number) for name, number in numbers if type(number) is int and number >= 0]
