@@ -114,8 +114,11 @@ def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespa
         least = setup_of_file(run).world_size
         num_gpus = max(least, options.gpus_per_node // least * least)
     cost = None if options.cost is None else CostModel.load(options.cost)
-    place = Place(gpu_named(options.gpu), options.gpus_per_node, tuple(packs.packs), packs.learned, cost)
-    found = predict_run(setup_of_file(run, num_gpus), place)
+    setup, node = setup_of_file(run, num_gpus), options.gpus_per_node
+    if options.nodes is not None:  # of context-parallel ranks, each with its tensor-parallel ones
+        node = gpus_in_node(options, cp_size) * setup.tp
+    place = Place(gpu_named(options.gpu), node, tuple(packs.packs), packs.learned, cost)
+    found = predict_run(setup, place)
     steps = steps_of(run, packs_per_step(found), packs.per_epoch)
     return Answer(found, faster(found), steps, packs.per_epoch, list(notes_on(run)))
 
