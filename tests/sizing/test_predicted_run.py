@@ -17,9 +17,10 @@ from torchtitan_magi.sizing import command
 from torchtitan_magi.sizing.gpus import A100, GPUS, H100, H200, gpu_named
 from torchtitan_magi.sizing.memory import GIB, predict
 from torchtitan_magi.sizing.predicted_run import Place, _area, expected_largest, faster, predict_run
-from torchtitan_magi.sizing.run_setup import Setup
+from torchtitan_magi.sizing.run_setup import LORA_TARGETS, Setup
 from torchtitan_magi.sizing.sample_packs import make_packs, pairs_of, sample
 from torchtitan_magi.sizing.step_time import time_of_step
+from torchtitan_magi.training.settings.options import LoRA
 
 RESULTS = ROOT / "benchmarks" / "results"
 CONFIG_FILES = sorted((ROOT / "train_configs").glob("*_*_*.toml"))
@@ -61,7 +62,7 @@ def test_models_of_every_family_took_what_is_predicted():
     facts = json.loads((RESULTS / "models_h200.json").read_text())
     assert {row["case"] for row in facts["rows"]} == set(CASES)
     for row in facts["rows"]:
-        run = predicted(CASES[row["case"]], "H200")
+        run = predicted(CASES[row["case"]], facts["device"])
         assert 1e3 * run.time.total == pytest.approx(row["step_ms"], rel=0.15), row
         assert run.memory.allocated / GIB == pytest.approx(row["peak_gib"], rel=0.1), row
 
@@ -265,6 +266,23 @@ def test_a_flavor_without_a_file_is_named(capsys):
     with pytest.raises(SystemExit):
         command.main([str(ROOT / "train_configs" / "debug.toml")])
     assert "model.flavor is 'debugmodel_varlen_attn', a model of torchtitan's; sizing" in capsys.readouterr().err
+
+
+def test_adapters_are_those_that_training_makes_where_none_are_chosen():
+    assert list(LORA_TARGETS) == LoRA().target_modules
+
+
+def test_nodes_are_those_of_the_run_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    degrees = "context_parallel_degree = 4\ntensor_parallel_degree = 2"
+    run = RUN.format(model="llama3", folder="Llama-3.1-8B", degrees=degrees, batch=1, more="", offload="false")
+    (tmp_path / "run.toml").write_text(run)
+    found = {}
+    for nodes in ("1", "2"):
+        command.main(["run.toml", "--packs", "1", "--nodes", nodes, "--json", "size.json"])
+        found[nodes] = json.loads((tmp_path / "size.json").read_text())["run"]["step"]["attention"]
+    command.main(["run.toml", "--packs", "1", "--gpus-per-node", "4", "--json", "size.json"])
+    assert json.loads((tmp_path / "size.json").read_text())["run"]["step"]["attention"] == found["2"] > found["1"]
 
 
 def test_what_is_not_counted_is_said(tmp_path, monkeypatch, capsys):

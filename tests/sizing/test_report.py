@@ -586,7 +586,7 @@ NO_LIST = "[compile]\nenable = true\ncomponents = 'model'\n[training]"
             "models/config.json: .*; put the config.json of the weights there, or give --heads",
         ),
         ("[training]", "[training", "", "cannot read 'run.toml' .*; give a run's TOML file"),
-        ('"model"', '"models"', "--memory", "put the config.json of the weights there, or give"),
+        ('"model"', '"models"', "--memory", "put the config.json of the weights there$"),
         ("", "", "--memory --json x.json", "--memory writes no file; leave out --json"),
         ("", "", "--memory --cp 0", "0 GPUs, 8 per node; both must be at least 1"),
         (

@@ -4,34 +4,30 @@ from dataclasses import dataclass, replace
 
 from torchtitan_magi.planning.cost_model import H200 as H200_COST
 from torchtitan_magi.planning.cost_model import CostModel, KernelCost
+from torchtitan_magi.sizing.memory import GIB
 from torchtitan_magi.wording import quoted
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU, in nodes of eight.
+    """A kind of GPU. Steps were measured on the H200; the speed of the others follows their data sheets.
 
     Attributes:
-        gigabytes: in its name. capacity: bytes that a process can have.
+        capacity: bytes of memory that a process can have.
         peak: operations per second of matrix products in bfloat16 by the data sheet, by which MFU is counted.
         bandwidth: bytes per second of its memory by the data sheet.
         link: bytes per second that it sends to others of its node, and receives, by the data sheet.
         adapter: bytes per second of its share of the node's network adapters, as usual machines have them.
         attention: time of an attention call, by the backend that serves it, over that of our kernel on an H200.
-        is_measured: whether steps on it were measured; else its speed follows the data sheet.
     """
 
     name: str
-    gigabytes: int
     capacity: int
     peak: float
     bandwidth: float
     link: float
     adapter: float
     attention: float = 1.0
-    is_measured: bool = False
 
     @property
     def products(self) -> float:
@@ -69,10 +65,10 @@ FLEX = 1.45
 
 # Data sheets: nvidia.com/en-us/data-center/{h200,h100,a100,dgx-b200}. Dense operations, the SXM modules. Capacities:
 # torch's total_memory, for the B200 192 GB less what the others have less.
-H200 = Gpu("H200", 141, int(139.8 * GIB), 9.895e14, 4.8e12, 4.5e11, 5e10, is_measured=True)
-H100 = Gpu("H100", 80, int(79.1 * GIB), 9.895e14, 3.35e12, 4.5e11, 5e10)
-A100 = Gpu("A100", 80, int(79.2 * GIB), 3.12e14, 2.04e12, 3.0e11, 2.5e10, attention=FLEX * 9.895 / 3.12)
-B200 = Gpu("B200", 180, int(178 * GIB), 2.25e15, 8e12, 9.0e11, 5e10, attention=FLEX * 9.895 / 22.5)
+H200 = Gpu("H200", int(139.8 * GIB), 9.895e14, 4.8e12, 4.5e11, 5e10)
+H100 = Gpu("H100", int(79.1 * GIB), 9.895e14, 3.35e12, 4.5e11, 5e10)
+A100 = Gpu("A100", int(79.2 * GIB), 3.12e14, 2.04e12, 3.0e11, 2.5e10, attention=FLEX * 9.895 / 3.12)
+B200 = Gpu("B200", int(178 * GIB), 2.25e15, 8e12, 9.0e11, 5e10, attention=FLEX * 9.895 / 22.5)
 GPUS = {gpu.name: gpu for gpu in (H100, H200, A100, B200)}
 
 

@@ -81,7 +81,7 @@ def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
     return {
         "source": run.read("training.dataset_path", str), "dataset": dataset, "tokenizer": folder,
         "total": str(total), "cp": [cp_size], "cost": Path(cost) if cost else None,
-        **(_heads(model_of(run), tp_size) if with_heads else {}),
+        **(_heads(run, tp_size) if with_heads else {}),
     }  # fmt: skip
 
 
@@ -99,12 +99,9 @@ def model_of(run: RunFile) -> ModelConfig:
     if flavor != "hf" and not os.path.exists(Path(folder) / "config.json"):
         raise ValueError(
             f"model.flavor is {quoted(flavor)}, a model of torchtitan's; sizing reads the config.json of a checkpoint, "
-            f"and {shown(folder)} has none; put one there, or give --heads and --head-dim"
+            f"and {shown(folder)} has none; put one there"
         )
-    try:
-        return read_model_config(folder)
-    except ValueError as error:
-        raise ValueError(f"{error}, or give --heads and --head-dim") from None
+    return read_model_config(folder)
 
 
 def notes_on(run: RunFile) -> Iterator[str]:
@@ -158,7 +155,11 @@ def steps_of(run: RunFile, packs_per_step: float, per_epoch: float | None) -> in
     return counted if steps == DEFAULT_STEPS else min(steps, counted)
 
 
-def _heads(model: ModelConfig, tp_size: int) -> dict[str, Any]:
+def _heads(run: RunFile, tp_size: int) -> dict[str, Any]:
     """Heads of a layer on one GPU."""
+    try:
+        model = model_of(run)
+    except ValueError as error:
+        raise ValueError(f"{error}, or give --heads and --head-dim") from None
     heads = heads_of_rank(model, tp_size)
     return {"heads": "{}:{}".format(*heads.counts), "head_dim": heads.head_dim, "value_dim": heads.value_dim}

@@ -7,7 +7,7 @@ Matrix products run at one speed, element-wise passes at that of the memory; bot
 from dataclasses import dataclass
 
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
-from torchtitan_magi.models.shapes import Parameters, block_of, num_moe_layers, parameters_of
+from torchtitan_magi.models.shapes import block_of, num_moe_layers, parameters_of
 from torchtitan_magi.sizing.gpus import Gpu
 from torchtitan_magi.sizing.run_setup import LOOPS, Setup
 
@@ -138,10 +138,8 @@ def _sharding(setup: Setup, gpu: Gpu, gpus_per_node: int) -> float:
     """Seconds of a microbatch to gather parameters and reduce gradients over FSDP2's ranks, and over its replicas."""
     if setup.fsdp == 1:
         return 0.0
-    each: Parameters = parameters_of(setup.model, setup.tp, setup.ep if setup.ep > 1 else 1)
-    held = (each.dense + each.experts * num_moe_layers(setup.model)) / setup.pp
     reduced = 0 if setup.lora_rank else setup.reduce_bytes
-    num_bytes = held * (2 * setup.compute_bytes + reduced)
+    num_bytes = _gathered(setup) * (2 * setup.compute_bytes + reduced)
     ranks_in_node = max(1, min(setup.fsdp, gpus_per_node // setup.tp))
     nodes = setup.fsdp / ranks_in_node
     inside = num_bytes * (ranks_in_node - 1) / ranks_in_node / gpu.cost.inside.bandwidth
@@ -153,6 +151,10 @@ def _copies(setup: Setup, gpu: Gpu) -> float:
     """Seconds of a microbatch for FSDP2's copies in and out of its collectives."""
     if setup.fsdp == 1:
         return 0.0
-    each = parameters_of(setup.model, setup.tp, setup.ep if setup.ep > 1 else 1)
-    held = (each.dense + each.experts * num_moe_layers(setup.model)) / setup.pp
-    return held * SHARDING_PASSES * setup.compute_bytes / gpu.passes
+    return _gathered(setup) * SHARDING_PASSES * setup.compute_bytes / gpu.passes
+
+
+def _gathered(setup: Setup) -> float:
+    """Number of parameters that FSDP2 brings to a rank in a pass over its layers."""
+    each = parameters_of(setup.model, setup.tp, setup.ep)
+    return (each.dense + each.experts * num_moe_layers(setup.model)) / setup.pp
