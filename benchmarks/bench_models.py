@@ -216,12 +216,13 @@ def record_run() -> None:
     Path(folder, "record.json").write_text(json.dumps(found))
 
 
-def predicted(case: Case, gpu: str) -> PredictedRun:
-    """The run as `size` predicts it, on packs of the histogram."""
+def predicted(case: Case, device: str) -> PredictedRun:
+    """The run as `size` predicts it, on packs of the histogram. device: its full name, such as "NVIDIA H200"."""
+    (gpu,) = (gpu for name, gpu in GPUS.items() if name in device)
     packs = sample("histogram", case.tokens, 5)
     if case.dataset == "dpo":
         packs = pairs_of(packs)
-    place = Place(GPUS[gpu], 1, tuple(packs.packs), packs.learned)
+    place = Place(gpu, 1, tuple(packs.packs), packs.learned)
     with tempfile.TemporaryDirectory() as folder:
         return predict_run(setup_of_file(case.write(Path(folder))), place)
 
@@ -232,7 +233,7 @@ def models_table(*files: dict[str, Any]) -> str:
     for found in files:
         for row in found["rows"]:
             case = CASES[row["case"]]
-            run = predicted(case, found["device"].split()[-1])
+            run = predicted(case, found["device"])
             step, gib = 1e3 * run.time.total, run.memory.allocated / GIB
             lines.append([
                 row["case"], case.layers, thousands(case.tokens), case.mode,
@@ -260,7 +261,8 @@ def main() -> None:
         print(f"{name}: {row['step_ms']:.1f} ms a step, {row['peak_gib']:.1f} GiB", flush=True)
         found["rows"].append(row)
         save(found, arguments.output)
-    print(models_table(found))
+    if any(name in found["device"] for name in GPUS):  # others have no prediction
+        print(models_table(found))
 
 
 if __name__ == "__main__":
