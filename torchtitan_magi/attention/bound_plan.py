@@ -17,6 +17,7 @@ from torchtitan_magi.exchange.transport import SINGLE_RANK, Transport
 from torchtitan_magi.masks.geometry import first_true
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import LLAMA_HEADS, Heads
+from torchtitan_magi.planning.document_parts import RankParts
 from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.planning.stage import RankShare, Stage
 
@@ -42,6 +43,17 @@ class BoundPlan:
     fp32_reduce: bool
     num_bytes: int  # index data on the device
     sends_latents: bool = False  # whether rows travel as ``Latents``, if the layer has such
+    plan: AttnPlan | None = None  # None for one device's mask
+
+    @property
+    def parts(self) -> RankParts:
+        """This rank's parts of documents, for layers that recur.
+
+        Raises:
+            ValueError: the mask is not causal attention inside documents.
+        """
+        assert self.plan is not None
+        return self.plan.document_parts.ranks[self.transport.rank]
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens of x [batch, seq_len, ...] as [batch, seq_len / cp, ...]."""
@@ -130,7 +142,7 @@ def bind_plan(
     )
     num_bytes = sum(x.nbytes for x in (tokens, *rest)) + sum(mask.num_bytes for mask in masks.values())
     latent = bool(plan.heads.latent)
-    return BoundPlan(forward, backward, mover, tokens, transport, block_attn, fp32_reduce, num_bytes, latent)
+    return BoundPlan(forward, backward, mover, tokens, transport, block_attn, fp32_reduce, num_bytes, latent, plan)
 
 
 @torch.inference_mode(False)
