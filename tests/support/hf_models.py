@@ -12,9 +12,15 @@ TITAN_NAMES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
     "kimi_k25": "kimi_k2_7",
+    "qwen3_5_moe": "qwen3_5",
 }  # in model.name, where another
 KINDS = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
-TEXT_PARTS = {"muse_glimmer": "muse_glimmer_text", "kimi_k25": "deepseek_v3"}  # kinds that see pictures, too
+TEXT_PARTS = {  # kinds that see pictures, too
+    "muse_glimmer": "muse_glimmer_text",
+    "kimi_k25": "deepseek_v3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "original_max_position_embeddings": 64}
 OWN: dict[str, dict[str, Any]] = {  # fields of some kinds
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
@@ -41,6 +47,13 @@ OWN: dict[str, dict[str, Any]] = {  # fields of some kinds
         "rope_parameters": YARN | {"rope_theta": 10_000.0, "mscale": 1.0, "mscale_all_dim": 1.0},
         "num_mtp_layers": 0,
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+    },
     "muse_glimmer_text": {
         "sliding_window": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -50,6 +63,7 @@ OWN: dict[str, dict[str, Any]] = {  # fields of some kinds
         "post_norm_eps": 1e-3,
     },
 }
+OWN["qwen3_5_moe_text"] = OWN["qwen3_5_text"] | OWN["qwen3_moe"] | {"shared_expert_intermediate_size": 48}
 SEES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2}
 OF_PICTURES: dict[str, dict[str, Any]] = {  # what such a kind has beside its text part
     "muse_glimmer": {
@@ -62,7 +76,14 @@ OF_PICTURES: dict[str, dict[str, Any]] = {  # what such a kind has beside its te
         "projection_hidden_size": 32,
         "tie_word_embeddings": False,
     },
-}
+    "qwen3_5": {
+        "vision_config": {
+            "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+            "num_position_embeddings": 16, "patch_size": 2,
+        }
+    },
+}  # fmt: skip
+OF_PICTURES["qwen3_5_moe"] = OF_PICTURES["qwen3_5"]
 
 
 def make_hf_folder(
@@ -117,7 +138,7 @@ def make_hf_folder(
         sizes["head_dim"] = 16
     sizes.update({**OWN.get(text, {}), **fields})
     if kind in TEXT_PARTS:
-        sizes = {**OF_PICTURES[kind], "text_config": {"model_type": text, **sizes}}
+        sizes = {"tie_word_embeddings": tied, **OF_PICTURES[kind], "text_config": {"model_type": text, **sizes}}
     config = transformers.AutoConfig.for_model(kind, **sizes)
     torch.manual_seed(seed)
     automatic = transformers.AutoModelForImageTextToText if kind in TEXT_PARTS else transformers.AutoModelForCausalLM

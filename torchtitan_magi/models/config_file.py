@@ -43,7 +43,12 @@ PLAIN_OF: dict[str, dict[str, tuple[Any, str]]] = {
 PLAIN_OF |= {
     "kimi_k2": PLAIN_OF["deepseek_v3"] | {"quantization_config": (None, "use a bf16 copy of the checkpoint")},
     "muse_glimmer_text": {"hidden_activation": ("silu", 'use a checkpoint with "silu"')},
+    "qwen3_5_text": {
+        "partial_rotary_factor": (0.25, "use a checkpoint that rotates a quarter of each head"),
+        "attn_output_gate": (True, "use a checkpoint whose attention has a gate"),
+    },
 }
+PLAIN_OF["qwen3_5_moe_text"] = PLAIN_OF["qwen3_5_text"]
 # Code of its own that computes what transformers computes.
 OWN_CODE = ("modeling_deepseek.DeepseekV3ForCausalLM", "modeling_kimi_k25.KimiK25ForConditionalGeneration")
 # Architectures that transformers' own files name otherwise than the published ones.

@@ -19,14 +19,22 @@ MODEL_TYPES = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     "muse_glimmer": ("MuseGlimmerForConditionalGeneration", "muse_glimmer"),
     "kimi_k25": ("KimiK25ForConditionalGeneration", "kimi_k2_7"),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5"),
 }
-TEXT_TYPES = {"muse_glimmer": ("muse_glimmer_text",), "kimi_k25": ("kimi_k2", "deepseek_v3")}  # of text_config
+TEXT_TYPES = {  # of text_config
+    "muse_glimmer": ("muse_glimmer_text",),
+    "kimi_k25": ("kimi_k2", "deepseek_v3"),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_FIELDS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
 ROPE_FIELDS |= {"original_max_position_embeddings", "partial_rotary_factor"}
+PICTURE_FIELDS = {"mrope_section", "mrope_interleaved"}  # of positions, alike for tokens of text
 YARN_FIELDS = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 MSCALE_FIELDS = {"mscale", "mscale_all_dim"}  # of DeepSeek's YaRN
-FULL, WINDOW = "full_attention", "sliding_attention"  # kinds of layers
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # kinds of layers
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,32 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Layers of Gated DeltaNet (arXiv 2412.06464) in place of attention: a document passes a state from token to token.
+
+    Args:
+        layers: their numbers, ascending.
+        num_heads_qk: heads of queries and keys.
+        num_heads_v: heads of values; each has a state [head_dim, value_dim].
+        head_dim: of queries and keys.
+        value_dim: of values.
+        conv_width: tokens that a token's short convolution takes in, with itself.
+    """
+
+    layers: tuple[int, ...]
+    num_heads_qk: int
+    num_heads_v: int
+    head_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def channels(self) -> int:
+        """What the short convolution goes over: all elements of queries, keys and values."""
+        return 2 * self.num_heads_qk * self.head_dim + self.num_heads_v * self.value_dim
+
+
+@dataclass(frozen=True)
 class MuseGlimmer:
     """What only Muse Glimmer computes, beside gates of attention and norms after both halves of a block.
 
@@ -139,7 +173,8 @@ class ModelConfig:
     Args:
         model: torchtitan's name of the architecture: "llama3"; "qwen3" (normalized queries and keys); "gpt_oss" (sinks,
             biases, a clamped SwiGLU); "deepseek_v3" (scores of experts by sigmoid, with a bias for their choice);
-            "kimi_k2_7" (the same, as the text part of a model that sees pictures); "muse_glimmer" (see there).
+            "kimi_k2_7" (the same, as the text part of a model that sees pictures); "muse_glimmer" (see there);
+            "qwen3_5" (gates of attention and of shared experts, norms by 1 + weight, a quarter of each head rotated).
         dim: width of the residual stream.
         num_layers, num_heads_q, num_heads_kv, vocab_size: numbers of layers, of query and K/V heads, of tokens.
         head_dim: of queries and keys.
@@ -151,6 +186,7 @@ class ModelConfig:
         value_dim: of values; 0: head_dim.
         latent: None for grouped-query attention.
         windows: by layer, how many tokens a row sees at most; 0: all. Empty: all rows see all.
+        linear: None where every layer has attention.
         muse: None for other models.
         other: what else a flavor computes with, in words; no config.json can say it, so a file's model has none.
         max_positions: positions for which the model was trained; no part of the computation, so it is not compared.
@@ -172,6 +208,7 @@ class ModelConfig:
     value_dim: int = 0
     latent: LatentAttention | None = None
     windows: tuple[int, ...] = ()
+    linear: LinearAttention | None = None
     muse: MuseGlimmer | None = None
     other: tuple[str, ...] = ()
     max_positions: int = field(default=0, compare=False)
@@ -182,9 +219,21 @@ class ModelConfig:
             object.__setattr__(self, "value_dim", self.head_dim)
 
     @property
+    def num_attention_layers(self) -> int:
+        """How many layers have softmax attention."""
+        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a query or key that are rotated."""
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return self.head_dim // 4 if self.model == "qwen3_5" else self.head_dim
+
+    @property
     def attention_flops(self) -> int:
         """Operations of all layers' attention for each (query, key) pair: two products forward, four backward."""
-        return 6 * self.num_layers * self.num_heads_q * (self.head_dim + self.value_dim)
+        return 6 * self.num_attention_layers * self.num_heads_q * (self.head_dim + self.value_dim)
 
     @property
     def num_positions(self) -> int:
@@ -288,7 +337,8 @@ def _text_part(file: ConfigFile, model_type: str) -> ModelConfig:
     kind = TEXT_TYPES[model_type][0]
     text.check_plain(kind, "DeepseekV3ForCausalLM" if kind == "kimi_k2" else MODEL_TYPES[model_type][0])
     tied = file.get("tie_word_embeddings", bool, model_type == "kimi_k25")  # what transformers takes
-    pictures = "the parts that see pictures are not trained; an export has them as they were"
+    others = "see pictures or predict further tokens" if model == "qwen3_5" else "see pictures"
+    pictures = f"the parts that {others} are not trained; an export has them as they were"
     return replace(_read(text, kind, model), tied=tied, left_out=pictures)
 
 
@@ -304,7 +354,7 @@ def _read(file: ConfigFile, model_type: str, model: str) -> ModelConfig:
         num_heads_q=num_heads_q,
         num_heads_kv=file.get("num_key_value_heads", int, None if model_type.startswith("qwen3") else num_heads_q),
         head_dim=1,
-        hidden_dim=file.get("intermediate_size", int),
+        hidden_dim=file.get("intermediate_size", int, 1 if model_type == "qwen3_5_moe_text" else None),
         vocab_size=file.get("vocab_size", int),
         norm_eps=file.get("rms_norm_eps", float),
         rope=_rope(file, model_type, max_positions),
@@ -315,7 +365,7 @@ def _read(file: ConfigFile, model_type: str, model: str) -> ModelConfig:
     if num_heads_q % config.num_heads_kv:
         remedy = f"use a divisor of num_attention_heads, {num_heads_q}"
         raise file.refusal("num_key_value_heads", config.num_heads_kv, remedy)
-    if (rotated := config.latent.rope_dim if config.latent else config.head_dim) % 2:
+    if (rotated := config.rotary_dim) % 2:
         name = "qk_rope_head_dim" if config.latent else "head_dim"
         raise file.refusal(name, rotated, "rotary positions need an even number")
     return config
@@ -404,7 +454,41 @@ def _deepseek_v3(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _qwen3_5(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
+    kinds = file.layer_types((FULL, LINEAR), f"use {FULL} or {LINEAR}, once for each layer")
+    if not kinds:
+        interval = file.get("full_attention_interval", int, 4)
+        kinds = [LINEAR if number % interval else FULL for number in range(1, model.num_layers + 1)]
+    if len(set(kinds)) < 2:
+        raise file.refusal("layer_types", kinds, f"use a checkpoint that has both {FULL} and {LINEAR}")
+    linear = LinearAttention(
+        tuple(number for number, kind in enumerate(kinds) if kind == LINEAR),
+        num_heads_qk=file.get("linear_num_key_heads", int, 16),
+        num_heads_v=file.get("linear_num_value_heads", int, 32),
+        head_dim=file.get("linear_key_head_dim", int, 128),
+        value_dim=file.get("linear_value_head_dim", int, 128),
+        conv_width=file.get("linear_conv_kernel_dim", int, 4),
+    )
+    if linear.num_heads_v % linear.num_heads_qk:
+        remedy = f"use a multiple of linear_num_key_heads, {linear.num_heads_qk}"
+        raise file.refusal("linear_num_value_heads", linear.num_heads_v, remedy)
+    has_experts = file.get("model_type", str) == "qwen3_5_moe_text"
+    experts = _shared_experts(file, _experts(file)) if has_experts else None
+    dense = {"hidden_dim": 0} if has_experts else {}
+    return {"head_dim": file.get("head_dim", int, 256), "linear": linear, "experts": experts} | dense
+
+
+def _shared_experts(file: ConfigFile, experts: Experts) -> Experts:
+    """The experts with those that every token goes to, as Qwen3.5 has them."""
+    shared = file.get("shared_expert_intermediate_size", int)
+    if shared % experts.hidden_dim:
+        remedy = f"use a multiple of moe_intermediate_size, {experts.hidden_dim}"
+        raise file.refusal("shared_expert_intermediate_size", shared, remedy)
+    return replace(experts, norm_topk_prob=True, num_shared=shared // experts.hidden_dim)
+
+
 READERS = {
+    "qwen3_5": _qwen3_5,
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2_7": _deepseek_v3,
@@ -462,9 +546,10 @@ def _rope(file: ConfigFile, model_type: str, max_positions: int) -> Rope:
     for name, value in parameters.items():
         known = ROPE_FIELDS | (YARN_FIELDS if kind == "yarn" else set())
         known |= MSCALE_FIELDS if kind == "yarn" and model_type in ("deepseek_v3", "kimi_k2") else set()
+        known |= PICTURE_FIELDS if model_type.startswith("qwen3_5") else set()
         if name not in known and value is not None:
             raise file.refusal(f"{key}.{one_line(name, 80)}", value, f"use a checkpoint with plain {kind!r} positions")
-    rope.check_field("partial_rotary_factor")
+    rope.check_field("partial_rotary_factor", model_type)
 
     theta = rope.get("rope_theta", float, 150000.0 if model_type == "gpt_oss" else 10000.0)
     if kind == "default":

@@ -12,8 +12,13 @@ def plain_name(name: str) -> str:
 
 
 # Models that are the text part of others: how the others' files begin the names of its tensors, and of further ones.
-TEXT_PARTS = {"muse_glimmer": (r"^model\.", "model.language_model."), "kimi_k2_7": (r"^", "language_model.")}
-PICTURES = {
+TEXT_PARTS = {
+    "muse_glimmer": (r"^model\.", "model.language_model."),
+    "kimi_k2_7": (r"^", "language_model."),
+    "qwen3_5": (r"^model\.", "model.language_model."),
+}
+PICTURES = {  # and, of Qwen3.5, layers that predict tokens further ahead
+    "qwen3_5": ("model.visual.", "mtp."),
     "muse_glimmer": ("model.vision_",),
     "kimi_k2_7": ("vision_tower.", "mm_projector.", "model.mm_projector."),  # the last in what transformers writes
 }
@@ -29,5 +34,5 @@ def name_in_files(model: str, name: str) -> str:
 
 
 def of_pictures(model: str, name: str) -> bool:
-    """Whether files of this model have a tensor by that name for the parts that see pictures."""
+    """Whether files of this model have a tensor by that name for parts that are not trained, mostly to see pictures."""
     return name.startswith(PICTURES.get(model, ()))

@@ -44,7 +44,8 @@ class Block:
 
 def block_of(model: ModelConfig, number: int) -> Block:
     """The parameters of a model's block of that number."""
-    split, whole = _attention(model)
+    is_linear = model.linear is not None and number in model.linear.layers
+    split, whole = _linear_attention(model) if is_linear else _attention(model)
     whole += (4 if model.muse else 2) * model.dim  # norms
     experts = model.experts
     if experts is None or number < experts.num_dense_layers:
@@ -54,6 +55,7 @@ def block_of(model: ModelConfig, number: int) -> Block:
     expert = 3 * (model.dim * experts.hidden_dim) + has_biases * (2 * experts.hidden_dim + model.dim)
     split += experts.num_shared * 3 * model.dim * experts.hidden_dim
     whole += (model.dim + has_biases) * experts.num_experts
+    whole += model.dim * (model.model == "qwen3_5")  # the gate of shared experts
     return Block(split, whole, expert, split + whole + experts.top_k * expert)
 
 
@@ -67,13 +69,22 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
         whole = dim * (latent.q_rank + latent.kv_rank + latent.rope_dim) + latent.q_rank + latent.kv_rank
         return split, whole
     split, whole = dim * (queries + keys + values + out), 0
-    if model.model == "qwen3":
+    if model.model in ("qwen3", "qwen3_5"):
         whole += 2 * model.head_dim
     if model.model == "gpt_oss":
         split += queries + keys + values + dim + model.num_heads_q  # biases and sinks
-    if model.muse is not None:
+    if model.muse is not None or model.model == "qwen3_5":
         split += dim * out  # the gate of the output
     return split, whole
+
+
+def _linear_attention(model: ModelConfig) -> tuple[int, int]:
+    """Likewise of a block that has linear attention."""
+    assert model.linear is not None
+    linear, dim = model.linear, model.dim
+    heads, values = linear.num_heads_v, linear.num_heads_v * linear.value_dim
+    split = linear.channels * (dim + linear.conv_width) + 2 * dim * (values + heads) + 2 * heads
+    return split, linear.value_dim
 
 
 def parameters_of(model: ModelConfig, tensor_parallel: int = 1, expert_ranks: int = 1) -> Parameters:

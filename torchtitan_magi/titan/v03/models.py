@@ -25,6 +25,7 @@ from torchtitan_magi.titan.v03.families import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03.families import gpt_oss as our_gpt_oss
 from torchtitan_magi.titan.v03.families import kimi_k2_7 as our_kimi_k2_7
 from torchtitan_magi.titan.v03.families import muse_glimmer as our_muse_glimmer
+from torchtitan_magi.titan.v03.families import qwen3_5 as our_qwen3_5
 from torchtitan_magi.titan.v03.lora import check_factors, join_local_layers
 from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
@@ -38,8 +39,13 @@ MODELS = {
     "deepseek_v3": deepseek_v3,
     "muse_glimmer": muse_glimmer,
     "kimi_k2_7": deepseek_v3,  # which torchtitan's kimi_k2_7 is without its vision encoder
+    "qwen3_5": qwen3,  # parallelized and cut for a pipeline as that
 }
-BY_FILE = ("muse_glimmer", "kimi_k2_7")  # text parts, of a config.json only: flavors have parts that see pictures
+BY_FILE = (
+    "muse_glimmer",
+    "kimi_k2_7",
+    "qwen3_5",
+)  # text parts, of a config.json only: flavors have parts that see pictures
 CONFIGS = {
     "llama3": llama3.Llama3Model.Config,
     "qwen3": qwen3.Qwen3Model.Config,
@@ -56,6 +62,7 @@ REPLACED: dict[Any, Any] = {
 ADAPTERS = {  # of weights
     "gpt_oss": our_gpt_oss.GptOssAdapter,
     "kimi_k2_7": our_kimi_k2_7.KimiAdapter,
+    "qwen3_5": our_qwen3_5.Qwen35Adapter,
 }
 COMPLEX = ("llama3", "deepseek_v3", "kimi_k2_7", "muse_glimmer")  # models that rotate adjacent elements
 VARLEN_SUFFIXES = ("_varlen", "_varlen_attn")  # of 0.2.2's flavors; here every flavor has varlen attention
@@ -213,10 +220,12 @@ def model_of(config: ModelConfig) -> Any:
         ValueError: torchtitan 0.3 has no such model; one line, to be put behind the path of the config.json.
     """
     name, stock = config.model, MODELS[config.model]
-    if config.tied and name not in ("llama3", "qwen3"):
+    if config.tied and name not in ("llama3", "qwen3", "qwen3_5"):
         raise ValueError(f"tie_word_embeddings is True, which torchtitan's {name} has not; use a checkpoint without")
     if name == "muse_glimmer":
         return our_muse_glimmer.model_of(config, _rope_of(config))
+    if name == "qwen3_5":
+        return our_qwen3_5.model_of(config, our_qwen3_5.rope_of(config, _rope_of(config)))
     build = our_deepseek_v3.layers_of if config.latent else {"gpt_oss": our_gpt_oss.layers_of}.get(name, _layers_of)
     output = qwen3._LINEAR_INIT if stock is qwen3 else stock._output_linear_init(config.dim)
     size = {"in_features": config.dim, "out_features": config.vocab_size}
@@ -268,8 +277,8 @@ def _layers_of(config: ModelConfig, rope: RoPE.Config) -> list[Any]:
 
 def _rope_of(config: ModelConfig) -> RoPE.Config:
     rope = config.rope
-    dim, is_complex = config.latent.rope_dim if config.latent else config.head_dim, config.model in COMPLEX
-    common: dict[str, Any] = {"dim": dim, "max_seq_len": config.max_positions, "theta": rope.theta}
+    is_complex = config.model in COMPLEX
+    common: dict[str, Any] = {"dim": config.rotary_dim, "max_seq_len": config.max_positions, "theta": rope.theta}
     kind = ComplexRoPE if is_complex else CosSinRoPE
     if rope.type == "default":
         return kind.Config(**common)
@@ -301,6 +310,8 @@ def _rope_of(config: ModelConfig) -> RoPE.Config:
 
 def temperature_of(config: ModelConfig) -> float:
     """Factor of the scores that YaRN asks for, beside what torchtitan's model has of it."""
+    if config.model == "qwen3_5":  # whose rotated elements have it
+        return 1.0
     has = yarn_factor(config.rope.factor) if config.model == "gpt_oss" and config.rope.type == "yarn" else 1.0
     return (config.rope.attention_factor / has) ** 2
 

@@ -107,7 +107,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         self.read_model(lambda: facts)
         degrees.check_experts(job, facts.experts, ranks_of_experts(job, dims, facts.experts))
         degrees.check_adapters_of_experts(job.magi.lora, facts.experts, _expert_ranks(dims))
-        runtime = self.build_runtime(dims, facts, self.device, facts.windows or (0,) * facts.num_layers)
+        runtime = self.build_runtime(dims, facts, self.device, facts.windows or (0,) * facts.num_attention_layers)
         self.runtime, self.process = runtime, partial(local_batch, runtime)
         runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim)
         self.memory = MeasuredMemory(predicted_memory(job, dims, facts, True, device), device)
@@ -236,9 +236,9 @@ def _expert_ranks(dims: ParallelDims) -> int:
 
 def _make_room_for_positions(config: Any) -> None:
     """Gives the model rotary positions for packs longer than it was trained on."""
-    for layer in config.model_spec.model.layers:
-        rope = layer.attention.rope
-        layer.attention.rope = replace(rope, max_seq_len=max(rope.max_seq_len, config.training.seq_len))
+    for attention in (layer.attention for layer in config.model_spec.model.layers if layer.attention is not None):
+        longest = max(attention.rope.max_seq_len, config.training.seq_len)
+        attention.rope = replace(attention.rope, max_seq_len=longest)
 
 
 def main(arguments: list[str] | None = None) -> None:

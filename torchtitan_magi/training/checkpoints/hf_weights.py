@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_magi.files import read_text, regular_file
 from torchtitan_magi.machine import lack
-from torchtitan_magi.models.model_config import Experts, ModelConfig
+from torchtitan_magi.models.model_config import Experts, LinearAttention, ModelConfig
 from torchtitan_magi.models.names import name_in_files, of_pictures
 from torchtitan_magi.training.checkpoints.hf_reader import EMBEDDING, OUTPUT, Place, places_of
 from torchtitan_magi.wording import one_line, shown
@@ -54,8 +54,7 @@ def _tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
     yield "model.embed_tokens.weight", (config.vocab_size, dim)
     for number in range(config.num_layers):
         layer = f"model.layers.{number}"
-        attention = _grouped_attention if config.latent is None else _latent_attention
-        yield from ((f"{layer}.self_attn.{name}", shape) for name, shape in attention(config))
+        yield from ((f"{layer}.{name}", shape) for name, shape in _attention(config, number))
         experts = config.experts
         if experts is None or number < experts.num_dense_layers:
             yield from _feed_forward(f"{layer}.mlp", dim, config.hidden_dim)
@@ -69,18 +68,39 @@ def _tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
         yield "lm_head.weight", (config.vocab_size, dim)
 
 
+def _attention(config: ModelConfig, number: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What the layer of that number has of attention, or in its place."""
+    linear, attention = config.linear, _grouped_attention if config.latent is None else _latent_attention
+    is_linear = linear is not None and number in linear.layers
+    tensors = _linear_attention(linear, config.dim) if linear is not None and is_linear else attention(config)
+    yield from ((f"{'linear' if is_linear else 'self'}_attn.{name}", shape) for name, shape in tensors)
+
+
+def _linear_attention(linear: LinearAttention, dim: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    heads, values = linear.num_heads_v, linear.num_heads_v * linear.value_dim
+    yield "A_log", (heads,)
+    yield "dt_bias", (heads,)
+    yield "conv1d.weight", (linear.channels, 1, linear.conv_width)
+    for name, rows in {"qkv": linear.channels, "z": values, "a": heads, "b": heads}.items():
+        yield f"in_proj_{name}.weight", (rows, dim)
+    yield "norm.weight", (linear.value_dim,)
+    yield "out_proj.weight", (dim, values)
+
+
 def _grouped_attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     rows_q, rows_kv = config.num_heads_q * config.head_dim, config.num_heads_kv * config.head_dim
     projections = {"q_proj": (rows_q, config.dim), "k_proj": (rows_kv, config.dim), "v_proj": (rows_kv, config.dim)}
     if config.muse:
         projections["gate_proj"] = (rows_q, config.dim)
+    if config.model == "qwen3_5":  # a gate beside each query
+        projections["q_proj"] = (2 * rows_q, config.dim)
     for name, shape in (projections | {"o_proj": (config.dim, rows_q)}).items():
         yield f"{name}.weight", shape
         if config.model == "gpt_oss":
             yield f"{name}.bias", shape[:1]
     if config.model == "gpt_oss":
         yield "sinks", (config.num_heads_q,)
-    if config.model == "qwen3":
+    if config.model in ("qwen3", "qwen3_5"):
         yield "q_norm.weight", (config.head_dim,)
         yield "k_norm.weight", (config.head_dim,)
 
@@ -104,9 +124,13 @@ def _experts(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, tuple
     yield "gate.weight", (experts.num_experts, config.dim)
     for number in range(experts.num_experts):
         yield from _feed_forward(f"experts.{number}", config.dim, experts.hidden_dim)
+    shared = "shared_experts" if config.latent else "shared_expert"
+    if experts.num_shared:
+        yield from _feed_forward(shared, config.dim, experts.num_shared * experts.hidden_dim)
     if config.latent:
         yield "gate.e_score_correction_bias", (experts.num_experts,)
-        yield from _feed_forward("shared_experts", config.dim, experts.num_shared * experts.hidden_dim)
+    elif experts.num_shared:
+        yield "shared_expert_gate.weight", (1, config.dim)
 
 
 def _gpt_oss_experts(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, tuple[int, ...]]]:
