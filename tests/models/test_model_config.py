@@ -1,6 +1,7 @@
 """config.json -> ModelConfig and back; what cannot be expressed; what differs."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,15 @@ from support.published import (
     small_qwen,
 )
 
-from torchtitan_magi.models.model_config import Experts, ModelConfig, MuseGlimmer, Rope, differences, read_model_config
+from torchtitan_magi.models.model_config import (
+    Experts,
+    LinearAttention,
+    ModelConfig,
+    MuseGlimmer,
+    Rope,
+    differences,
+    read_model_config,
+)
 
 MODELS = CONFIGS | OF_0_3
 MODELS |= {"linear positions": small_llama(rope_scaling={"rope_type": "linear", "factor": 4.0})}
@@ -45,7 +54,7 @@ def test_the_text_part_of_a_model_is_read_as_published_and_as_transformers_write
     config = read(WITH_PICTURES[name])
     in_transformers(WITH_PICTURES[name]).save_pretrained(tmp_path)
     assert read_model_config(tmp_path) == config
-    assert "parts that see pictures are not trained" in config.left_out
+    assert re.search("parts that see pictures( or predict further tokens)? are not trained", config.left_out)
     with pytest.raises(ValueError, match=r"put the config\.json of the whole model in"):
         config.to_hf()
 
@@ -56,13 +65,28 @@ def test_what_muse_glimmer_has_of_its_own():
     assert config.muse == MuseGlimmer(3.87, tuple(range(3, 52, 4)), 1e-8, 0.19611613513818404, 20.0)
 
 
+def test_what_qwen3_5_has_of_its_own():
+    config = read(WITH_PICTURES["Qwen3.5 35B-A3B"])
+    layers = tuple(number for number in range(40) if number % 4 != 3)
+    assert config.linear == LinearAttention(layers, 16, 32, 128, 128, 4)
+    assert (config.num_attention_layers, config.rotary_dim, config.experts) == (
+        10,
+        64,
+        Experts(256, 8, 512, True, 0, 1),
+    )
+    without = with_text("Qwen3.5 9B", layer_types=None, rope_parameters=None, head_dim=None)
+    assert read(without).linear.layers == tuple(number for number in range(32) if number % 4 != 3)
+    assert read(WITH_PICTURES["Qwen3.5 2B"]).tied
+
+
 def with_text(name, **fields):
     """A published config.json whose text part has other fields."""
     whole = WITH_PICTURES[name]
     return whole | {"text_config": whole["text_config"] | fields}
 
 
-MUSE, KIMI = "Muse Glimmer 30B", "Kimi K2.5"
+MUSE, KIMI, QWEN = "Muse Glimmer 30B", "Kimi K2.5", "Qwen3.5 9B"
+EVERY = [f"{kind}_attention" for kind in ("linear", "full")]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +99,15 @@ MUSE, KIMI = "Muse Glimmer 30B", "Kimi K2.5"
         (with_text(MUSE, hidden_activation="gelu"), ["text_config.hidden_activation is 'gelu'"]),
         (with_text(MUSE, layer_types=None), ["text_config.layer_types is None"]),
         (with_text(MUSE, layer_rope_theta=[1.0] * 52), ["layer_rope_theta is [1.0,", "rope_theta, 500000.0, for each"]),
+        (with_text(QWEN, layer_types=EVERY), ["text_config.layer_types is", "once for each layer"]),
+        (with_text(QWEN, layer_types=EVERY[:1] * 32), ["has both full_attention and linear_attention"]),
+        (with_text(QWEN, partial_rotary_factor=0.5, rope_parameters=None), ["a quarter of each head"]),
+        (with_text(QWEN, attn_output_gate=False), ["text_config.attn_output_gate is False", "has a gate"]),
+        (with_text(QWEN, linear_num_value_heads=24), ["a multiple of linear_num_key_heads, 16"]),
+        (
+            with_text("Qwen3.5 35B-A3B", shared_expert_intermediate_size=300),
+            ["shared_expert_intermediate_size is 300", "a multiple of moe_intermediate_size, 512"],
+        ),
         (with_text(MUSE, layer_rope_theta=[0]), ["layer_rope_theta is [0]", "for each layer"]),
     ],
 )

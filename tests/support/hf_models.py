@@ -48,7 +48,7 @@ OWN: dict[str, dict[str, Any]] = {  # fields of some kinds
         "num_mtp_layers": 0,
     },
     "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
+        "full_attention_interval": 2,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,

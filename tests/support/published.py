@@ -189,6 +189,47 @@ MUSE_TEXT = {
     "tie_word_embeddings": False,
     "vocab_size": 202048,
 }
+QWEN35_ROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
+
+
+def qwen35(dim, hidden_dim, layers, heads, heads_v, tied=False, **experts):
+    """A Qwen3.5 with its part that sees pictures; experts: fields of a mixture of them, without hidden_dim."""
+    kind = "qwen3_5_moe" if experts else "qwen3_5"
+    text = {
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": dim,
+        "layer_types": ["full_attention" if number % 4 == 3 else "linear_attention" for number in range(layers)],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": heads_v,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": f"{kind}_text",
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": heads[0],
+        "num_hidden_layers": layers,
+        "num_key_value_heads": heads[1],
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 10000000, "rope_type": "default", **QWEN35_ROPE},
+        "tie_word_embeddings": tied,
+        "vocab_size": 248320,
+    }
+    name = "Qwen3_5MoeForConditionalGeneration" if experts else "Qwen3_5ForConditionalGeneration"
+    return {
+        "architectures": [name],
+        "model_type": kind,
+        "text_config": text | (experts or {"intermediate_size": hidden_dim}),
+        "tie_word_embeddings": tied,
+    }
+
+
 WITH_PICTURES = {  # of which the text part is trained, by torchtitan 0.3 only
     "Muse Glimmer 30B": {
         "architectures": ["MuseGlimmerForConditionalGeneration"],
@@ -204,6 +245,20 @@ WITH_PICTURES = {  # of which the text part is trained, by torchtitan 0.3 only
         "text_config": KIMI_K2,
         "tie_word_embeddings": False,
     },
+    "Qwen3.5 2B": qwen35(2048, 6144, 24, (8, 2), 16, tied=True),
+    "Qwen3.5 9B": qwen35(4096, 12288, 32, (16, 4), 32),
+    "Qwen3.6 27B": qwen35(5120, 17408, 64, (24, 4), 48),
+    "Qwen3.5 35B-A3B": qwen35(
+        2048,
+        0,
+        40,
+        (16, 2),
+        32,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
 }
 OF_0_3 = {  # models of torchtitan 0.3 only
     "gpt-oss 20b": gpt_oss(24, 32),

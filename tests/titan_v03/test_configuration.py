@@ -86,7 +86,7 @@ REFUSED = {
     "--job.custom_config_module mine": "custom_config_module is 'mine', which has no counterpart in torchtitan 0.3",
     "--experimental.custom_import mine": "custom_import is 'mine', which has no counterpart in torchtitan 0.3",
     "--model.name llama4": "model.name is 'llama4', which has no varlen attention; use one of llama3, qwen3, gpt_oss,",
-    "--model.name qwen3_5": "model.name is 'qwen3_5', which has no varlen attention; use one of llama3, qwen3",
+    "--model.name qwen3_5 --model.flavor 9B": "model.flavor '9B' is unknown; use one of hf",
     "--model.name muse_glimmer --model.flavor 30B": "model.flavor '30B' is unknown; use one of hf",
     "--model.name kimi_k2_7 --model.flavor Kimi-K2.5": "model.flavor 'Kimi-K2.5' is unknown; use one of hf",
     "--model.name gpt_oss --model.flavor 8B": "model.flavor '8B' is unknown; use one of hf, debugmodel, 20b, 120b",

@@ -35,6 +35,10 @@ TARGETS = {  # target_modules and target_parameters, where they are others than 
     "kimi_k25": ([f"self_attn.{name}" for name in LATENT], BESIDE_EXPERTS),
     "muse_glimmer": ([f"self_attn.{name}" for name in GROUPED] + [f"mlp.{name}" for name in FEED_FORWARD], []),
 }
+LINEAR = [f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")]
+TARGETS["qwen3_5"] = (TARGETS["muse_glimmer"][0] + LINEAR, [])
+SHARED = [f"shared_expert.{name}.weight" for name in FEED_FORWARD]
+TARGETS["qwen3_5_moe"] = ([f"self_attn.{name}" for name in GROUPED] + LINEAR, SHARED)
 CP, TP = {"cp": 2}, {"cp": 1, "tp": 2}
 
 
@@ -86,15 +90,20 @@ def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
     assert run.output.splitlines()[-1].endswith(f'({automatic}.from_pretrained("{folder_of(kind)}"), "{adapters}")')
     assert "Turns end with <|im_end|>, which is no EOS of the model: give generation eos_token_id=4" in run.output
     found = check_with_peft(kind, run, adapters)
-    tensors = load_file(f"{adapters}/adapter_model.safetensors").values()
-    sizes = {tensor.view(torch.uint8).numpy().tobytes(): tensor.numel() for tensor in tensors}  # q, k, v may share one
+    tensors = load_file(f"{adapters}/adapter_model.safetensors")
+    sizes = {  # of those that q, k, v share, once; of three in one, those of each
+        tensor.view(torch.uint8).numpy().tobytes(): int(tensor.count_nonzero())
+        if "in_proj_qkv" in name
+        else tensor.numel()
+        for name, tensor in tensors.items()
+    }
     assert f"LoRA trains {sum(sizes.values()):,} parameters, " in run.output
     modules, parameters = TARGETS.get(kind, ([*GROUPED, *FEED_FORWARD], []))
     assert sorted(found["target_modules"]) == sorted(modules)
     assert sorted(found.get("target_parameters", [])) == sorted(parameters)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "muse_glimmer"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "muse_glimmer", "qwen3_5"])
 def test_adapters_train_alike_under_tensor_parallelism(kind):
     """Also where layers see this rank's tensors alone, or have no rows and columns to be split."""
     alike = [trained(kind, degrees)[0] for degrees in (CP, TP)]
@@ -102,7 +111,7 @@ def test_adapters_train_alike_under_tensor_parallelism(kind):
     assert alike[1].validation_losses == pytest.approx(alike[0].validation_losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k25"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k25", "qwen3_5_moe"])
 def test_adapters_of_experts_are_those_of_peft(kind):
     run, adapters = trained(kind, CP, "--magi.lora.target_modules", "experts")
     found = check_with_peft(kind, run, adapters)

@@ -110,7 +110,7 @@ def test_the_batches_of_a_pass_are_planned_ahead():
     check(run({"pp": 2}, *with_validation(), setup=expect_batches_of_a_pass), alone())
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "muse_glimmer"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "muse_glimmer", "qwen3_5", "qwen3_5_moe"])
 def test_models_with_experts_and_several_masks_train_alike(kind):
     check(run({"pp": 2, "cp": 2}, *with_validation(), kind=kind), alone(kind))
 

@@ -116,9 +116,17 @@ def adapters_of(model: ModelConfig, rank: int, targets: Collection[str]) -> int:
         sides |= of_q if latent.q_rank else {"wq": model.dim + queries}
     elif model.muse:  # keys and values have a matrix each
         sides |= {"wq": model.dim + queries, "wkv": 2 * model.dim + rows}
+    elif model.model == "qwen3_5":  # a matrix each, that of queries with a gate's rows
+        sides |= {"wq": model.dim + 2 * queries, "wk": model.dim + rows // 2, "wv": model.dim + rows // 2}
     else:
         sides["wqkv"] = model.dim + queries + rows
-    each = model.num_layers * sum(size for name, size in sides.items() if name in targets)
+    each = model.num_attention_layers * sum(size for name, size in sides.items() if name in targets)
+    if (linear := model.linear) is not None:
+        values = linear.num_heads_v * linear.value_dim
+        sides = {"in_proj_qkv": 3 * model.dim + linear.channels}  # three matrices
+        sides |= dict.fromkeys(("in_proj_z", "out_proj"), model.dim + values)
+        sides |= dict.fromkeys(("in_proj_a", "in_proj_b"), model.dim + linear.num_heads_v)
+        each += len(linear.layers) * sum(size for name, size in sides.items() if name in targets)
     experts, of_experts = model.experts, num_moe_layers(model)
     widths = [model.hidden_dim] * (model.num_layers - of_experts)  # of feed-forwards that every token goes through
     if experts is not None:

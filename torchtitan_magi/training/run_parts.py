@@ -64,7 +64,8 @@ class RunParts:
         """
         options, heads = attention_options(self.job_config), heads_of_rank(facts, dims.tp)
         cp_group, data_rank = group_of(dims, "cp"), data_parallel_rank(dims)
-        return MagiRuntime(options, cp_group, heads, device, self.count, windows, data_rank)
+        recurs = facts.linear is not None
+        return MagiRuntime(options, cp_group, heads, device, self.count, windows, data_rank, recurs)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Keeps it, and its files for the export. Raises ValueError where it has tokens that the model has not."""

@@ -25,6 +25,7 @@ from torchtitan_magi.wording import quoted
 
 # Weights of experts -> the input that they share with others, and with it the first matrix of their adapters
 INPUT_OF = {"w1_EFD": "up", "w3_EFD": "up", "w2_EDF": "down", "mlp1_weight_EGD": "up", "mlp2_weight_EDF": "down"}
+IN_ONE, APART = "in_proj_qkv", ("in_proj_q", "in_proj_k", "in_proj_v")  # in transformers' linear attention, in ours
 
 
 def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
@@ -46,12 +47,14 @@ def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
         return spec
     check_targets(lora)
     there = {name.rpartition(".")[2] for name, *_ in spec.model.traverse(Linear.Config)}
+    there |= {IN_ONE} if there.issuperset(APART) else set()
     there |= {EXPERTS for _ in spec.model.traverse(GroupedExperts.Config)}
     absent = [name for name in lora.target_modules if name not in there]
     if absent and lora.target_modules != LoRA().target_modules:  # which has the names of all models
         named = f"magi.lora.target_modules names {', '.join(absent)}"
         raise ValueError(f"{named}, which {spec.name} {quoted(spec.flavor)} has not; leave it out")
-    targets = [name for name in lora.target_modules if name in there - {EXPERTS}]
+    targets = [name for name in lora.target_modules if name in there - {EXPERTS, IN_ONE}]
+    targets += APART if IN_ONE in there.intersection(lora.target_modules) else ()
     converter: Any = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
     spec = replace(spec, model=converter.build().convert(spec.model), post_optimizer_build_fn=None)
     if EXPERTS in lora.target_modules:

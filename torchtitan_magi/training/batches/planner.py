@@ -62,6 +62,7 @@ class MagiRuntime:
         count: accumulates the work of each microbatch.
         windows: by layer, how many tokens a row sees at most; 0: all of its document. One number: all layers are alike.
         data_rank: the data-parallel rank; other ranks that have it must get the same microbatches.
+        recurs: whether some layers recur, and need the parts of documents.
 
     Attributes:
         kinds: the kinds of layers: window -> number of layers.
@@ -76,9 +77,11 @@ class MagiRuntime:
         count: WorkCount,
         windows: Sequence[int] = (0,),
         data_rank: int = 0,
+        recurs: bool = False,
     ) -> None:
         self.kinds = dict(sorted(Counter(windows).items()))
         self.magi, self.cp_group, self.heads, self.device, self.count = magi, cp_group, heads, device, count
+        self.recurs = recurs
         self.block_attn = choose_block_attn(magi.backend, device, magi.deterministic)
         self.num_heads = heads.num_heads_q, heads.num_heads_kv
         self.cp_rank, self.cp_size = rank_and_size_in(cp_group)
@@ -102,6 +105,8 @@ class MagiRuntime:
         masks, num_tokens = batch.masks(list(self.kinds)), batch.tokens.numel()
         plans = make_plans(masks, num_tokens, self.cp_size, stages, layers=layers, **self.plan_options)
         _ = plans[0].fingerprint  # made here, once: `bind`, in the training's thread, compares it
+        if self.recurs:
+            _ = plans[0].document_parts  # likewise, for the layers
         batch.plans = tuple(plans)
         batch.indices = tuple(index_data(plan, self.cp_rank, self.block_attn, *self.num_heads) for plan in plans)
         if labels is not None:

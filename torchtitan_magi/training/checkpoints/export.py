@@ -32,6 +32,7 @@ CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.
 SHARDED = "sharded"  # torch's name
 UNFINISHED = "unfinished"  # where all of an export is written first
 ORIGINAL = "original_max_position_embeddings"
+NUMBER = re.compile(r"(?<=[.])\d+(?=[.])")  # of a layer or an expert in a tensor's name
 
 
 def exported_files(job_config: Any, config: ModelConfig, tokenizer: Any) -> dict[str, bytes]:
@@ -182,10 +183,11 @@ class Export:
 
     def parameters(self, adapter: Any) -> set[str]:
         """torchtitan's names of what is saved in float32. adapter: its StateDictAdapter."""
-        found = set()
+        found, joined = set(), getattr(adapter, "joined", {})
         for name in self.layout.float32:
-            number, own = re.search(r"\d+", name), adapter.from_hf_map[re.sub(r"\d+", "{}", name)]
-            found.add(own.format(number and number[0]))
+            number, theirs = NUMBER.search(name), NUMBER.sub("{}", name)
+            parts = [own for own, whole in joined.items() if whole == theirs] or [adapter.from_hf_map[theirs]]
+            found |= {own.format(number and number[0]) for own in parts}
         return found
 
 

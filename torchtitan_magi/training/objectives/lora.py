@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,13 +85,16 @@ def save_adapters(
         adapter: torchtitan's StateDictAdapter of the model.
         base: the folder of the frozen weights.
     """
-    tensors: dict[str, Tensor] = {}
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, layer in adapted_layers(parts):
         a, b = (_whole_parameters(part, dtype) for part in (layer.lora_a, layer.lora_b))
         of_layer = _of_linear if "weight" in b else _of_experts
         for target, rows_a, rows_b in of_layer(name, a, b, adapter):
-            prefix = f"base_model.model.{target}"
-            tensors |= {f"{prefix}.lora_A.weight": rows_a.clone(), f"{prefix}.lora_B.weight": rows_b.contiguous()}
+            found.setdefault(f"base_model.model.{target}", []).append((rows_a, rows_b))
+    tensors: dict[str, Tensor] = {}
+    for prefix, pairs in found.items():
+        rows_a, rows_b = torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs))
+        tensors |= {f"{prefix}.lora_A.weight": rows_a, f"{prefix}.lora_B.weight": rows_b.contiguous()}
     tensors = _gathered(tensors)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,6 +103,7 @@ def save_adapters(
         config |= {"bias": "none", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0}
         has_experts = any(layer.moe is not None for layer in adapter.model_config.layers)
         config |= _targets([layer.split(".") for layer in layers], has_experts)
+        config |= _patterns(layers, lora, adapter)
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
@@ -141,6 +146,20 @@ def _targets(layers: list[list[str]], has_experts: bool) -> dict[str, list[str]]
     return {kind: list(dict.fromkeys(names)) for kind, names in found.items() if names or kind == "target_modules"}
 
 
+def _patterns(layers: list[str], lora: LoRA, adapter: Any) -> dict[str, dict[str, float]]:
+    """What adapter_config.json says of layers that are several in torchtitan, each with an adapter of its own: their
+    adapters make one of a larger rank.
+
+    Args:
+        layers: their names.
+    """
+    parts = Counter(getattr(adapter, "joined", {}).values())
+    names = {theirs.rpartition("{}.")[2].removesuffix(".weight"): number for theirs, number in parts.items()}
+    found = {name: number for name, number in names.items() if any(layer.endswith(name) for layer in layers)}
+    ranks, alphas = ({name: number * x for name, number in found.items()} for x in (lora.rank, lora.alpha))
+    return {"rank_pattern": ranks, "alpha_pattern": alphas} if found else {}
+
+
 def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all ranks, on rank 0: in a pipeline they have layers of their own. Each comes from one rank."""
     rank, size = rank_and_size()
@@ -163,7 +182,7 @@ def _of_linear(
     """transformers' linear layers in one of torchtitan's, each with A and its rows of B as transformers has them."""
     attention = adapter.model_config.first_attention
     heads = {"wq": attention.n_heads, "wk": getattr(attention, "n_kv_heads", None) or attention.n_heads}
-    names = {ours: theirs for theirs, ours in adapter.from_hf_map.items() if ours}
+    names = {ours: theirs for theirs, ours in adapter.from_hf_map.items() if ours} | getattr(adapter, "joined", {})
     path, _, last = name.rpartition(".")
     for own, rows in (_split_qkv(b["weight"], *heads.values()) if last == "wqkv" else {last: b["weight"]}).items():
         if own in heads and hasattr(adapter, "_permute"):  # Llama's rows

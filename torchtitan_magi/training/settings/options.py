@@ -50,11 +50,15 @@ class LoRA:
     """Scale of what adapters add: alpha / rank (no unit)."""
 
     target_modules: list[str] = field(
-        default_factory=lambda: ["wqkv", "wq_a", "wq_b", "wq", "wkv_a", "wkv_b", "wkv", "wo", "w1", "w2", "w3"]
+        default_factory=lambda: [
+            *("wqkv", "wq_a", "wq_b", "wq", "wkv_a", "wkv_b", "wkv", "wk", "wv", "wo"),
+            *("in_proj_qkv", "in_proj_z", "out_proj", "w1", "w2", "w3"),
+        ]
     )
     """torchtitan's names of the linear layers that get one; the default, as far as the model has them. Projections of
-    queries, keys and values, in one or apart, that of attention's output, and the three of a feed-forward, also of
-    experts that every token goes to. Besides, "experts": those that tokens are sent to, each with its own adapters."""
+    queries, keys and values, in one or apart, that of attention's output, those of linear attention (where
+    "in_proj_qkv" stands for three layers), and the three of a feed-forward, also of experts that every token goes to.
+    Besides, "experts": those that tokens are sent to, each with its own adapters."""
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ class Qwen35Adapter(Qwen3StateDictAdapter):
     """Qwen3's, with the tensors of layers that recur and of shared experts, by the names that whole models have."""
 
     from_hf_map: dict[str, Any]
+    joined: dict[str, str]  # tensors that are rows of others in files, one after the other: torchtitan's name -> theirs
 
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)
@@ -110,6 +111,9 @@ class Qwen35Adapter(Qwen3StateDictAdapter):
         names |= {f"model.layers.{{}}.{theirs}": f"layers.{{}}.{ours}" for theirs, ours in RECURRENT.items()}
         names |= {f"model.layers.{{}}.{theirs}.weight": f"layers.{{}}.{ours}.weight" for theirs, ours in SHARED.items()}
         self.from_hf_map = {name_in_files("qwen3_5", theirs): ours for theirs, ours in names.items()}
+        self.joined = {
+            f"layers.{{}}.attn.{ours}.weight": _in_file("{}", fused) for fused, parts in FUSED.items() for ours in parts
+        }
 
     def _validate_hf_rope_config(self, *_: Any) -> None:
         """Nothing: positions were made of the file, and torchtitan looks for them in every layer."""
@@ -138,7 +142,7 @@ class Qwen35Adapter(Qwen3StateDictAdapter):
         return found | super().from_hf(theirs)
 
 
-def _in_file(number: int, name: str) -> str:
+def _in_file(number: object, name: str) -> str:
     return name_in_files("qwen3_5", f"model.layers.{number}.linear_attn.{name}.weight")
 
 
