@@ -154,5 +154,10 @@ def heads_of_rank(model: ModelConfig, tensor_parallel: int) -> Heads:
             f"parallelism.tensor_parallel_degree is {tensor_parallel}, but the model has {queries} query heads and "
             f"{keys} K/V heads; use a degree that divides both"
         )
+    if (linear := model.linear) is not None and linear.num_heads_qk % tensor_parallel:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree is {tensor_parallel}, but linear attention has {linear.num_heads_qk} "
+            "heads of queries and keys; use a degree that divides them"
+        )
     latent = (model.latent.kv_rank, model.latent.rope_dim) if model.latent else ()
     return Heads(queries // tensor_parallel, keys // tensor_parallel, model.head_dim, model.value_dim, latent)

@@ -15,8 +15,8 @@ SEQ_LEN = 48
 ASK = user("hi")
 
 
-def messages(*turns):
-    return json.dumps({"messages": turns}).encode()
+def messages(*turns, **others):
+    return json.dumps({"messages": turns} | others).encode()
 
 
 def pair(**changes):
@@ -60,6 +60,8 @@ MALFORMED = {
         messages(user([{"type": "image_url", "image_url": "x"}])),
         r"messages\[0\].content\[0\] is .*image_url.*only parts",
     ),
+    "images": (messages(user("q"), assistant("a"), images=["x.png"]), '"images", and only text is trained here'),
+    "a video": (messages(user("q"), assistant("a"), video={"path": "x"}), '"video", and only text is trained here'),
     "no role": (messages({"content": "hi"}), r"""messages\[0\] has no "role".*'content'"""),
     "no content": (messages({"role": "user"}), r'messages\[0\] has no "content".*add it'),
     "a part without a type": (messages(user([{"text": "a"}])), r'content\[0\] is \{.*"type": "text"'),

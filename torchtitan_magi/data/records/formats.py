@@ -14,6 +14,7 @@ and "rejected" both repeat it, these two are whole conversations; the messages w
 A string stands for one turn: the user's in "prompt", the assistant's in "completion", "chosen" and "rejected". "tools"
 and "chat_template_kwargs" go to the chat template with the messages; "system" (a string) becomes the first message, and
 a record that begins with another system message is malformed.
+"images", "videos" and "audios" (and their singulars), if not empty, make a conversation malformed.
 Other keys of a record are ignored; other keys of a message reach the template unless they are null. Content is a
 string, or a list of `{"type": "text", "text": ...}` that is joined. It may be null beside "tool_calls", whose
 "arguments" are an object or its JSON text, as in OpenAI's format; empty text is an object without keys. "reasoning" and
@@ -34,6 +35,7 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} |
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _WEIGHT = ("weight", "loss", "train", "loss_mask")
+_SEEN = ("images", "image", "videos", "video", "audios", "audio")  # beside messages: what they are about
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")  # of a template
 
 Messages = list[dict[str, Any]]
@@ -301,6 +303,10 @@ def _with_system(record: dict[str, Any], messages: Messages) -> Messages:
 
 def _with_tools(record: dict[str, Any], parsed: dict[str, Any]) -> dict[str, Any]:
     """The record with what else the chat template is given; some data sets hold it as JSON text."""
+    if name := next((key for key in _SEEN if record.get(key)), None):
+        raise ValueError(
+            f'the record has "{name}", and only text is trained here; remove it, or the key where its text needs none'
+        )
     tools = _given(record, "tools", "a list of objects")
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f'"tools" is {_kind(tools)}; write a list of objects')
