@@ -14,7 +14,7 @@ from support.recurrence import convolution, layer_inputs, placements, plan_of, r
 
 import torchtitan_magi as magi
 from torchtitan_magi.exchange.in_flight import Arrival
-from torchtitan_magi.linear import delta_rule, maps
+from torchtitan_magi.linear.chunked import Chunked
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -135,11 +135,16 @@ def test_whole_documents_run_while_maps_travel():
     """Each rank has a document of 3 tokens, and 5 tokens of a cut one. Numbers are lengths of what runs."""
     plan = plan_of([0, 15, 18, 21, 24], [0] * 5 + [1] * 5 + [2] * 5 + [0] * 3 + [1] * 3 + [2] * 3)
     *inputs, dout = layer_inputs(24)
-    here, real_run = threading.local(), maps.run
+    here = threading.local()
 
-    def run(tokens, lengths, *rest, **options):
-        here.events += lengths
-        return real_run(tokens, lengths, *rest, **options)
+    def noted_by(run):
+        def noted(self, tokens, lengths, *rest, **options):
+            here.events += lengths
+            return run(self, tokens, lengths, *rest, **options)
+
+        return noted
+
+    forward, backward = map(noted_by, (Chunked.forward, Chunked.backward))
 
     def events_of(mesh):
         here.events, exchange = [], mesh.all_to_all
@@ -156,11 +161,29 @@ def test_whole_documents_run_while_maps_travel():
         out.backward(magi.dispatch(dout, plan, mesh))
         return here.events
 
-    with mock.patch.object(delta_rule, "run", run), mock.patch.object(maps, "run", run):
+    with mock.patch.object(Chunked, "forward", forward), mock.patch.object(Chunked, "backward", backward):
         first, inner, last = Loopback(3).run(events_of)
     assert first == [5, "send", 3, "wait", "out", "send", 3, "wait", 5]
-    assert inner == [5, "send", 3, "wait", 5, "out", 5, "send", 3, "wait"]
+    assert inner == [5, "send", 3, "wait", 5, "out", 5, "send", 3, "wait", 5]
     assert last == ["send", 3, "wait", 5, "out", 5, "send", 3, "wait"]
+
+
+def test_what_a_backend_keeps_of_a_token_comes_back_with_it():
+    """In the backward parts run in other batches than in the forward."""
+
+    def forward(self, tokens, *rest, **options):
+        out, ends, _ = run_forward(self, tokens, *rest, **options)
+        return out, ends, (tokens.g.clone(), tokens.v[:, :1, 0].clone())
+
+    def backward(self, tokens, lengths, scale, states, kept, *rest):
+        assert torch.equal(kept[0], tokens.g)
+        assert torch.equal(kept[1], tokens.v[:, :1, 0])
+        return run_backward(self, tokens, lengths, scale, states, (), *rest)
+
+    run_forward, run_backward = Chunked.forward, Chunked.backward
+    with mock.patch.object(Chunked, "forward", forward), mock.patch.object(Chunked, "backward", backward):
+        plan = plan_of([0, 15, 18, 21, 24], [0] * 5 + [1] * 5 + [2] * 5 + [0] * 3 + [1] * 3 + [2] * 3)
+        check_delta_rule([0, 15, 18, 21, 24], plan)
 
 
 def over_gloo(dtype):

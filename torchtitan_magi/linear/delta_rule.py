@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.transport import Transport
-from torchtitan_magi.linear.chunked import Tokens, own_dtypes, run
+from torchtitan_magi.linear.backend import Backend, Tokens, own_dtypes
 from torchtitan_magi.linear.maps import Map, maps_of, send, states_before
 from torchtitan_magi.linear.once import once
 from torchtitan_magi.masks.geometry import Int64Array
@@ -46,7 +46,8 @@ class Groups(NamedTuple):
     whole: Group  # documents that lie here only
     first: Group  # a document begins with them and goes on elsewhere
     inner: Group  # a document comes from elsewhere, and goes on elsewhere
-    later: Group  # all that wait for a state: inner ones, and those with which a document ends
+    last: Group  # a document ends with them and comes from elsewhere
+    later: Group  # all that wait for a state: inner and last ones
 
     @classmethod
     def of(cls, parts: RankParts, device: torch.device) -> "Groups":
@@ -57,8 +58,24 @@ class Groups(NamedTuple):
     @torch.inference_mode(False)  # layers in training may share it
     def _of(cls, parts: RankParts, device: torch.device) -> "Groups":
         inner, last = parts.select(False, False), parts.select(False, True)
-        each = parts.select(True, True), parts.select(True, False), inner, np.sort(np.append(inner, last))
+        both = np.sort(np.append(inner, last))
+        each = parts.select(True, True), parts.select(True, False), inner, last, both
         return cls(*(Group.of(parts, numbers, device) for numbers in each))
+
+
+class Layer(NamedTuple):
+    """What both directions of a rank's layer take."""
+
+    tokens: Tokens
+    parts: RankParts
+    transport: Transport
+    scale: float
+    backend: Backend
+
+    @property
+    def zero(self) -> Tensor:
+        """A state of zeros, [H, K, V]."""
+        return self.tokens.v.new_zeros(self.tokens.state_shape, dtype=self.tokens.wide)
 
 
 class Kept(NamedTuple):
@@ -66,73 +83,66 @@ class Kept(NamedTuple):
 
     states: Tensor  # [n, H, K, V]: before each of ``Groups.later``
     matrices: Tensor  # [m, H, K, K]: of the maps of ``Groups.inner``
+    rows: list[Tensor]  # of the backend, each [T, ...]
 
 
-def forward(tokens: Tokens, parts: RankParts, transport: Transport, scale: float) -> tuple[Tensor, Kept]:
+def forward(layer: Layer) -> tuple[Tensor, Kept]:
     """out [T, H, V] of a rank, in the dtype of v, and what its backward needs. A collective where documents are cut."""
-    groups = Groups.of(parts, tokens.v.device)
-    zero = tokens.v.new_zeros(tokens.state_shape, dtype=tokens.wide)
+    tokens, parts, transport, scale, backend = layer
+    groups, zero = Groups.of(parts, tokens.v.device), layer.zero
     out = torch.zeros_like(tokens.v, memory_format=torch.contiguous_format)
+    kept: list[Tensor] = []
 
-    def run_group(group: Group, states: Tensor | None = None) -> Tensor:
-        rows, ends = run(tokens.select(group.rows), group.lengths, scale, states)
-        out.index_copy_(0, group.rows, rows.to(out.dtype))
-        return ends
+    def run(group: Group, states: Tensor | None = None) -> dict[int, Tensor]:
+        if not group.numbers:
+            return {}
+        outs, ends, rows = backend.forward(tokens.select(group.rows), group.lengths, scale, states)
+        if not kept:
+            kept.extend(x.new_zeros(len(out), *x.shape[1:]) for x in rows)
+        for target, x in zip((out, *kept), (outs, *rows), strict=True):
+            target.index_copy_(0, group.rows, x.to(target.dtype))
+        return dict(zip(group.numbers, ends, strict=True))
 
-    inner = maps_of(tokens.select(groups.inner.rows), groups.inner.lengths)
+    inner = maps_of(tokens.select(groups.inner.rows), groups.inner.lengths, backend)
     matrices = _stacked([one.matrix for one in inner if one.matrix is not None], zero)
     maps = dict(zip(groups.inner.numbers, inner, strict=True))
-    maps |= {part: Map(end) for part, end in zip(groups.first.numbers, run_group(groups.first), strict=True)}
+    maps |= {part: Map(end) for part, end in run(groups.first).items()}
     arrived = send(maps, parts, False, zero, transport)
-    run_group(groups.whole)
+    run(groups.whole)
     before = states_before(parts, arrived(), back=False)
     states = _stacked([before[part] for part in groups.later.numbers], zero)
-    run_group(groups.later, states)
-    return out, Kept(states, matrices)
+    run(groups.later, states)
+    return out, Kept(states, matrices, kept)
 
 
-def backward(
-    tokens: Tokens, dout: Tensor, kept: Kept, parts: RankParts, transport: Transport, scale: float
-) -> tuple[Tensor, ...]:
-    """Gradients of the tokens. Runs all parts again; a collective where documents are cut."""
-    groups = Groups.of(parts, tokens.v.device)
-    zero = tokens.v.new_zeros(tokens.state_shape, dtype=tokens.wide)
+def backward(layer: Layer, dout: Tensor, kept: Kept) -> tuple[Tensor, ...]:
+    """Gradients of the tokens. A collective where documents are cut."""
+    tokens, parts, transport, scale, backend = layer
+    groups, zero = Groups.of(parts, tokens.v.device), layer.zero
     grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tokens)
+    before = dict(zip(groups.later.numbers, kept.states, strict=True))
 
-    def finish(again: _Again, behind: dict[int, Tensor]) -> None:
-        dends = _stacked([behind.get(part, zero) for part in again.group.numbers], zero)
-        for grad, rows in zip(grads, again.token_grads(dends), strict=True):
-            grad.index_copy_(0, again.group.rows, rows)
+    def run(group: Group, behind: dict[int, Tensor], with_tokens: bool = True) -> dict[int, Tensor]:
+        if not group.numbers:
+            return {}
+        states = torch.stack([before[part] for part in group.numbers]) if group.numbers[0] in before else None
+        dends = torch.stack([behind[part] for part in group.numbers]) if group.numbers[0] in behind else None
+        own, rows = tokens.select(group.rows), tuple(x.index_select(0, group.rows) for x in kept.rows)
+        douts = dout.index_select(0, group.rows)
+        dtokens, dstates = backend.backward(own, group.lengths, scale, states, rows, douts, dends, with_tokens)
+        for grad, x in zip(grads, dtokens or (), strict=False):
+            grad.index_copy_(0, group.rows, x)
+        return {} if dstates is None else dict(zip(group.numbers, dstates, strict=True))
 
-    later = _Again(tokens, groups.later, scale, dout, kept.states)
     transposed = dict(zip(groups.inner.numbers, kept.matrices.mT, strict=True))
-    own = zip(groups.later.numbers, later.state_grads(), strict=True)
-    arrived = send({part: Map(dstate, transposed.get(part)) for part, dstate in own}, parts, True, zero, transport)
-    finish(_Again(tokens, groups.whole, scale, dout), {})
+    dstates = run(groups.inner, {}, with_tokens=False) | run(groups.last, {})
+    maps = {part: Map(dstate, transposed.get(part)) for part, dstate in dstates.items()}
+    arrived = send(maps, parts, True, zero, transport)
+    run(groups.whole, {})
     behind = states_before(parts, arrived(), back=True)
-    finish(later, behind)
-    finish(_Again(tokens, groups.first, scale, dout), behind)
+    run(groups.inner, behind)
+    run(groups.first, behind)
     return grads
-
-
-class _Again:
-    """The forward of a group of parts once more, with a graph."""
-
-    def __init__(self, tokens: Tokens, group: Group, scale: float, dout: Tensor, states: Tensor | None = None) -> None:
-        self.group = group
-        self.tokens = Tokens(*(x.requires_grad_() for x in tokens.select(group.rows)))
-        self.states = None if states is None else states.detach().requires_grad_()
-        with torch.enable_grad():
-            self.out, self.ends = run(self.tokens, group.lengths, scale, self.states)
-        self.dout = dout.index_select(0, group.rows).to(self.out.dtype)
-
-    def state_grads(self) -> Tensor:
-        """Gradients of the first states, if those of the last ones are zero; [parts, H, K, V]."""
-        return torch.autograd.grad(self.out, self.states, self.dout, retain_graph=True)[0]
-
-    def token_grads(self, dends: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of the tokens, with those of the last states [parts, H, K, V]."""
-        return torch.autograd.grad((self.out, self.ends), self.tokens, (self.dout, dends))
 
 
 def _stacked(states: Sequence[Tensor], zero: Tensor) -> Tensor:
@@ -145,23 +155,22 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parts: RankParts, transport: Transport,
-        scale: float,
+        scale: float, backend: Backend,
     ) -> Tensor:  # fmt: skip
-        tokens = Tokens(q, k, v, g, beta)
+        tokens, ctx.rest = Tokens(q, k, v, g, beta), (parts, transport, scale, backend)
         with own_dtypes(v.device):
-            out, kept = forward(tokens, parts, transport, scale)
-        ctx.save_for_backward(*tokens, *kept)
-        ctx.rest = parts, transport, scale
+            out, kept = forward(Layer(tokens, *ctx.rest))
+        ctx.save_for_backward(*tokens, kept.states, kept.matrices, *kept.rows)
         return out
 
     @staticmethod
     @once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *tokens, states, matrices = ctx.saved_tensors
+        q, k, v, g, beta, states, matrices, *rows = ctx.saved_tensors
         with own_dtypes(dout.device):
-            grads = backward(Tokens(*tokens), dout, Kept(states, matrices), *ctx.rest)
-        return *grads, None, None, None
+            grads = backward(Layer(Tokens(q, k, v, g, beta), *ctx.rest), dout, Kept(states, matrices, rows))
+        return *grads, None, None, None, None
 
 
 delta_rule = _DeltaRule.apply
-"""out [T, H, V] of q, k, v, g, beta, the rank's parts, the transport, scale. Differentiable once."""
+"""out [T, H, V] of q, k, v, g, beta, the rank's parts, the transport, scale, the backend. Differentiable once."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.transport import Transport
-from torchtitan_magi.linear.chunked import Tokens, run
+from torchtitan_magi.linear.backend import Backend, Tokens
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.document_parts import RankParts
 from torchtitan_magi.planning.needs import sums
@@ -32,13 +32,15 @@ class Map(NamedTuple):
         return self.state if state is None or self.matrix is None else self.matrix @ state + self.state
 
 
-def maps_of(tokens: Tokens, lengths: Sequence[int]) -> list[Map]:
+def maps_of(tokens: Tokens, lengths: Sequence[int], backend: Backend) -> list[Map]:
     """The maps of parts of these lengths: with values [v, 0] the state [0, I] becomes [state, matrix]."""
+    if not lengths:
+        return []
     num_heads, key_dim, value_dim = tokens.state_shape
     values = torch.cat([tokens.v, tokens.v.new_zeros(len(tokens.v), num_heads, key_dim)], -1)
     one = torch.eye(key_dim, dtype=tokens.wide, device=values.device)
     first = torch.cat([one.new_zeros(key_dim, value_dim), one], 1).expand(len(lengths), num_heads, -1, -1)
-    _, ends = run(tokens._replace(v=values), lengths, 1.0, first, with_out=False)
+    _, ends, _ = backend.forward(tokens._replace(v=values), lengths, 1.0, first, with_out=False)
     return [Map(end[..., :value_dim], end[..., value_dim:]) for end in ends]
 
 
