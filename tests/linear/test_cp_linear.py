@@ -8,13 +8,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.errors import one_line
 from support.loopback import Loopback
-from support.recurrence import convolution, layer_inputs, placements, plan_of, recurrence, with_gradients
+from support.recurrence import (
+    convolution,
+    flat_ways,
+    layer_inputs,
+    on_trees,
+    placements,
+    plan_of,
+    plan_of_mask,
+    recurrence,
+    tree_placements,
+    with_gradients,
+)
 
 import torchtitan_magi as magi
 from torchtitan_magi.exchange.in_flight import Arrival
-from torchtitan_magi.linear import delta_rule, maps
+from torchtitan_magi.linear.chunked import Chunked
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -45,19 +57,43 @@ def conv_inputs(tokens, width, channels=3, dtype=torch.float64):
 
 
 def check_delta_rule(cu_seqlens, plan):
+    check_rule(lambda *x: recurrence(*x, cu_seqlens, 0.3), plan)
+
+
+def check_rule(definition, plan):
     *inputs, dout = layer_inputs(plan.total_tokens)
-    exact = with_gradients(lambda *x: recurrence(*x, cu_seqlens, 0.3), inputs, dout)
+    exact = with_gradients(definition, inputs, dout)
     for found in of_all_ranks(plan, lambda mesh: delta_rule_of_ranks(plan, mesh, inputs, dout, scale=0.3)):
         torch.testing.assert_close(found, exact, **EXACT)
 
 
 def check_conv(cu_seqlens, plan, width):
+    check_convolution(lambda x, w: convolution(x, w, cu_seqlens), plan, width)
+
+
+def check_convolution(definition, plan, width):
     x, weight, dout = conv_inputs(plan.total_tokens, width)
-    exact = with_gradients(lambda x, w: F.silu(convolution(x, w, cu_seqlens)), (x, weight), dout)
+    exact = with_gradients(lambda x, w: F.silu(definition(x, w)), (x, weight), dout)
     found = of_all_ranks(plan, lambda mesh: conv_of_ranks(plan, mesh, x, weight, dout, activation="silu"))
     for out, dx, _ in found:
         torch.testing.assert_close([out, dx], exact[:2], **EXACT)
     torch.testing.assert_close(sum(dweight for *_, dweight in found), exact[2], **EXACT)
+
+
+def rule_on(nodes, scale):
+    def of_way(q, k, g, beta, v, cu_seqlens):
+        return recurrence(q, k, v, g, beta, cu_seqlens, scale)
+
+    return lambda q, k, v, g, beta: on_trees(of_way, (q, k, g, beta, v), nodes)
+
+
+def conv_on(nodes):
+    return lambda x, weight: on_trees(lambda way, cu_seqlens: convolution(way, weight, cu_seqlens), (x,), nodes)
+
+
+def check_trees(nodes, plan, width=4):
+    check_rule(rule_on(nodes, 0.3), plan)
+    check_convolution(conv_on(nodes), plan, width)
 
 
 @given(placements())
@@ -71,6 +107,12 @@ def test_any_parts_over_any_ranks(case):
 @settings(max_examples=30)
 def test_convolution_of_any_parts(width, case):
     check_conv(*case, width)
+
+
+@given(tree_placements(), st.sampled_from([1, 2, 4, 6]))
+@settings(max_examples=80)
+def test_any_parts_of_trees(case, width):
+    check_trees(*case, width)
 
 
 PACKS = {
@@ -90,6 +132,28 @@ def test_plans_of_packs(pack, cp_size):
     plan = magi.make_plan(magi.varlen_causal(cu_seqlens), total, cp_size)
     check_delta_rule(cu_seqlens, plan)
     check_conv(cu_seqlens, plan, 4)
+
+
+TREES = {
+    "three answers": ([30, 9, 1, 20], [-1, 0, 0, 0]),
+    "a conversation with branches": ([20, 10, 8, 12, 5, 6, 7], [-1, 0, 0, 1, 1, 4, 0]),
+    "a chain, and documents": ([7, 7, 7, 30, 5, 2], [-1, 0, 1, -1, 3, -1]),
+    "a root without tokens": ([0, 10, 20], [-1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("tree", TREES)
+def test_plans_of_trees(tree, cp_size):
+    lengths, parents = TREES[tree]
+    total = sum(lengths) + 5
+    check_trees(flat_ways(lengths, parents), magi.make_plan(magi.tree_causal(lengths, parents), total, cp_size))
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_plans_of_pairs_that_share_their_prompts(cp_size):
+    plan = magi.make_plan(magi.shared_prompt([[20, 7, 9], [1, 30, 2]]), 70, cp_size)
+    check_trees(flat_ways([20, 7, 9, 1, 30, 2], [-1, 0, 0, -1, 3, 3]), plan)
 
 
 def test_parts_of_one_token_take_rows_from_several_ranks():
@@ -135,11 +199,16 @@ def test_whole_documents_run_while_maps_travel():
     """Each rank has a document of 3 tokens, and 5 tokens of a cut one. Numbers are lengths of what runs."""
     plan = plan_of([0, 15, 18, 21, 24], [0] * 5 + [1] * 5 + [2] * 5 + [0] * 3 + [1] * 3 + [2] * 3)
     *inputs, dout = layer_inputs(24)
-    here, real_run = threading.local(), maps.run
+    here = threading.local()
 
-    def run(tokens, lengths, *rest, **options):
-        here.events += lengths
-        return real_run(tokens, lengths, *rest, **options)
+    def noted_by(run):
+        def noted(self, tokens, lengths, *rest, **options):
+            here.events += lengths
+            return run(self, tokens, lengths, *rest, **options)
+
+        return noted
+
+    forward, backward = map(noted_by, (Chunked.forward, Chunked.backward))
 
     def events_of(mesh):
         here.events, exchange = [], mesh.all_to_all
@@ -156,29 +225,74 @@ def test_whole_documents_run_while_maps_travel():
         out.backward(magi.dispatch(dout, plan, mesh))
         return here.events
 
-    with mock.patch.object(delta_rule, "run", run), mock.patch.object(maps, "run", run):
+    with mock.patch.object(Chunked, "forward", forward), mock.patch.object(Chunked, "backward", backward):
         first, inner, last = Loopback(3).run(events_of)
     assert first == [5, "send", 3, "wait", "out", "send", 3, "wait", 5]
-    assert inner == [5, "send", 3, "wait", 5, "out", 5, "send", 3, "wait"]
+    assert inner == [5, "send", 3, "wait", 5, "out", 5, "send", 3, "wait", 5]
     assert last == ["send", 3, "wait", 5, "out", 5, "send", 3, "wait"]
 
 
-def over_gloo(dtype):
-    """A pack of 90 tokens: the delta rule, and the convolution, by the ranks of a gloo group."""
-    cu_seqlens, total = [0, 20, 25, 88], 90
-    plan, mesh = magi.make_plan(magi.varlen_causal(cu_seqlens), total, 3), dist.group.WORLD
-    *inputs, dout = layer_inputs(total, dtype=dtype)
-    return delta_rule_of_ranks(plan, mesh, inputs, dout), conv_of_ranks(plan, mesh, *conv_inputs(total, 4, dtype=dtype))
+def test_parts_run_behind_their_parents_at_once():
+    """Rank 0 has a tree of its own, and a prompt of 4 tokens with one of its answers; rank 1 has two more answers."""
+    lengths, parents = [2, 1, 3, 4, 5, 6, 6], [-1, 0, 0, -1, 3, 3, 3]
+    plan, here = plan_of_mask(magi.tree_causal(lengths, parents), [0] * 15 + [1] * 15), threading.local()
+    *inputs, dout = layer_inputs(30)
+
+    def noted_by(run):
+        def noted(self, tokens, lengths, *rest, **options):
+            here.events.append(lengths)
+            return run(self, tokens, lengths, *rest, **options)
+
+        return noted
+
+    def events_of(mesh):
+        here.events = []
+        delta_rule_of_ranks(plan, mesh, inputs, dout)
+        return here.events
+
+    forward, backward = map(noted_by, (Chunked.forward, Chunked.backward))
+    with mock.patch.object(Chunked, "forward", forward), mock.patch.object(Chunked, "backward", backward):
+        first, second = Loopback(2).run(events_of)
+    assert first == [[4], [2], [1, 3, 5], [1, 3, 5], [2], [4]]
+    assert second == [[6, 6], [6, 6]]
+
+
+def test_what_a_backend_keeps_of_a_token_comes_back_with_it():
+    """In the backward parts run in other batches than in the forward."""
+
+    def forward(self, tokens, *rest, **options):
+        out, ends, _ = run_forward(self, tokens, *rest, **options)
+        return out, ends, (tokens.g.clone(), tokens.v[:, :1, 0].clone())
+
+    def backward(self, tokens, lengths, scale, states, kept, *rest):
+        assert torch.equal(kept[0], tokens.g)
+        assert torch.equal(kept[1], tokens.v[:, :1, 0])
+        return run_backward(self, tokens, lengths, scale, states, (), *rest)
+
+    run_forward, run_backward = Chunked.forward, Chunked.backward
+    with mock.patch.object(Chunked, "forward", forward), mock.patch.object(Chunked, "backward", backward):
+        plan = plan_of([0, 15, 18, 21, 24], [0] * 5 + [1] * 5 + [2] * 5 + [0] * 3 + [1] * 3 + [2] * 3)
+        check_delta_rule([0, 15, 18, 21, 24], plan)
+
+
+def over_gloo(dtype, lengths, parents):
+    """Trees in a pack of 90 tokens: the delta rule, and the convolution, by the ranks of a gloo group."""
+    plan, mesh = magi.make_plan(magi.tree_causal(lengths, parents), 90, 3), dist.group.WORLD
+    *inputs, dout = layer_inputs(90, dtype=dtype)
+    return delta_rule_of_ranks(plan, mesh, inputs, dout), conv_of_ranks(plan, mesh, *conv_inputs(90, 4, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_process_group_of_gloo(three_ranks, dtype):
-    cu_seqlens = [0, 20, 25, 88]
+@pytest.mark.parametrize(
+    "parents", [pytest.param([-1] * 4, id="documents"), pytest.param([-1, 0, 0, 2], id="one tree")]
+)
+def test_a_process_group_of_gloo(three_ranks, dtype, parents):
+    lengths = [20, 5, 43, 20]
     *inputs, dout = (x.double() for x in layer_inputs(90, dtype=dtype))
-    of_rule = with_gradients(lambda *x: recurrence(*x, cu_seqlens, 5**-0.5), inputs, dout)
+    of_rule = with_gradients(rule_on(flat_ways(lengths, parents), 5**-0.5), inputs, dout)
     x, weight, dout = (x.double() for x in conv_inputs(90, 4, dtype=dtype))
-    of_conv = with_gradients(lambda x, w: convolution(x, w, cu_seqlens), (x, weight), dout)
-    found = three_ranks.run(over_gloo, dtype)
+    of_conv = with_gradients(conv_on(flat_ways(lengths, parents)), (x, weight), dout)
+    found = three_ranks.run(over_gloo, dtype, lengths, parents)
     pairs = [
         pair
         for rule, conv in found

@@ -1,4 +1,5 @@
-"""The gated delta rule and the short convolution of whole documents, from their definitions, and any placements."""
+"""The gated delta rule and the short convolution of whole documents, from their definitions, and any placements of
+documents and trees."""
 
 import itertools
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from torchtitan_magi.masks.builders import varlen_causal
+from torchtitan_magi.masks.builders import tree_causal, varlen_causal
 from torchtitan_magi.planning.plan import plan_ownership
 
 
@@ -34,6 +35,30 @@ def convolution(x, weight, cu_seqlens):
             padded = F.pad(x[first:end].T[None], (weight.shape[1] - 1, 0))
             out.append(F.conv1d(padded, weight[:, None], groups=len(weight))[0].T)
     return F.pad(torch.cat(out), (0, 0, 0, len(x) - cu_seqlens[-1]))
+
+
+def on_trees(layer, inputs, nodes):
+    """out [T, ...] of a layer of flat documents, ``layer(*inputs, cu_seqlens)``; each node's of the flat way from its
+    root. The last input has the shape of out.
+
+    Args:
+        nodes: from ``flat_ways``.
+    """
+    out = torch.zeros_like(inputs[-1])
+    for own, way in nodes:
+        rows = layer(*(x[way] for x in inputs), [0, len(way)])
+        out = out.index_copy(0, torch.tensor(own, dtype=torch.int64), rows[len(way) - len(own) :])
+    return out
+
+
+def flat_ways(lengths, parents, starts=None):
+    """Of each node of trees its tokens, and the tokens from its root up to its end."""
+    starts = np.cumsum([0, *lengths[:-1]]) if starts is None else starts
+    ways = []
+    for length, parent, start in zip(lengths, parents, starts, strict=True):
+        own = list(range(start, start + length))
+        ways.append((own, [*ways[parent][1], *own] if parent >= 0 else own))
+    return ways
 
 
 def layer_inputs(tokens, heads=(2, 4), dims=(5, 3), seed=0, dtype=torch.float64):
@@ -64,16 +89,38 @@ def placements(draw, most_tokens=40):
     per_rank = draw(st.integers(1, max(1, most_tokens // cp_size)))
     ends = draw(st.lists(st.integers(0, cp_size * per_rank), max_size=4))
     cu_seqlens = [0, *sorted(ends)]
+    return cu_seqlens, plan_of(cu_seqlens, draw(owners(cp_size, per_rank)))
+
+
+@st.composite
+def tree_placements(draw):
+    """Trees up to 12 deep, as ``flat_ways``, and a plan of their mask, as in ``placements``."""
+    cp_size, lengths = draw(st.integers(1, 8)), draw(st.lists(st.integers(0, 6), min_size=1, max_size=12))
+    parents = [draw(st.integers(max(-1, i - 3), i - 1)) for i in range(len(lengths))]
+    gaps = draw(st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=len(lengths), max_size=len(lengths)))
+    starts = np.cumsum(gaps) + np.cumsum([0, *lengths[:-1]])
+    per_rank = max(1, -(-(sum(lengths) + sum(gaps)) // cp_size))
+    mask = tree_causal(lengths, parents, starts)
+    return flat_ways(lengths, parents, starts), plan_of_mask(mask, draw(owners(cp_size, per_rank)))
+
+
+@st.composite
+def owners(draw, cp_size, per_rank):
+    """The rank of each token, in stretches."""
     stretch = draw(st.sampled_from([1, 2, 3, 5, per_rank]))
     owner = np.repeat(np.arange(cp_size), per_rank)
     pieces = [owner[i : i + stretch] for i in range(0, len(owner), stretch)]
-    owner = np.concatenate(draw(st.permutations(pieces)))
-    return cu_seqlens, plan_of(cu_seqlens, owner)
+    return np.concatenate(draw(st.permutations(pieces)))
 
 
 def plan_of(cu_seqlens, owner):
     """The plan of causal documents in which rank owner[t] owns token t."""
+    return plan_of_mask(varlen_causal(cu_seqlens), owner)
+
+
+def plan_of_mask(mask, owner):
+    """The plan of a mask in which rank owner[t] owns token t."""
     owner = np.asarray(owner)
     tokens = [np.flatnonzero(owner == rank) for rank in range(owner.max() + 1)]
     owned = tuple(np.stack([t, t + 1], 1) for t in tokens)
-    return plan_ownership(varlen_causal(cu_seqlens).canonical(), len(owner), owned, 0)
+    return plan_ownership(mask.canonical(), len(owner), owned, 0)

@@ -50,7 +50,7 @@ class BoundPlan:
         """This rank's parts of documents, for layers that recur.
 
         Raises:
-            ValueError: the mask is not causal attention inside documents.
+            ValueError: the mask is neither of causal documents nor of trees of them.
         """
         assert self.plan is not None
         return self.plan.document_parts.ranks[self.transport.rank]

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from torchtitan_magi.attention.dispatch import check_tensor
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
-from torchtitan_magi.linear.chunked import Tokens, own_dtypes, run
+from torchtitan_magi.linear.backend import Tokens, own_dtypes
+from torchtitan_magi.linear.chunked import Chunked, run
 from torchtitan_magi.linear.delta_rule import delta_rule
 from torchtitan_magi.linear.short_conv import ConvRows, short_conv
 from torchtitan_magi.masks.builders import varlen_causal
@@ -68,12 +69,14 @@ def cp_gated_delta_rule(
     document that lies on one rank needs nothing of others. Of one that is cut each part's map of the state,
     [H, K, V + K] or for the first part [H, K, V], goes once to each rank that has a later part; in the backward the
     transposed maps go to ranks with earlier ones. They travel in float32, or float64, while whole documents are
-    computed.
+    computed. In a tree of ``tree_causal`` or ``shared_prompt`` a node goes on from the state at its parent's last
+    token, wherever this lies.
 
     Arguments that are not named below are those of ``gated_delta_rule``, with T = plan.tokens_per_rank.
 
     Args:
-        plan: from ``make_plan`` or ``make_plans``, the same on every rank, with a mask of causal documents.
+        plan: from ``make_plan`` or ``make_plans``, the same on every rank, with a mask of causal documents, or of trees
+            without a window whose nodes lie behind their parents in the pack.
         mesh: the context-parallel mesh or group; None for a single rank.
 
     Returns:
@@ -82,8 +85,8 @@ def cp_gated_delta_rule(
     All sums have a fixed order: results repeat bit for bit on the CPU.
 
     Raises:
-        ValueError: as ``gated_delta_rule``; rows that are not plan.tokens_per_rank; no plan, or one whose mask is not
-            causal attention inside documents; a mesh that does not fit the plan or the tensors.
+        ValueError: as ``gated_delta_rule``; rows that are not plan.tokens_per_rank; no plan, or one of another mask; a
+            mesh that does not fit the plan or the tensors.
         RuntimeError: the mesh's process group has ended; a second derivative.
     """
     check_plan(plan)
@@ -91,7 +94,7 @@ def cp_gated_delta_rule(
     _check_rows("q", q, plan)
     parts = plan.document_parts
     transport = as_transport(mesh, plan.cp_size, v.device)
-    return delta_rule(*tokens, parts.ranks[transport.rank], transport, scale)
+    return delta_rule(*tokens, parts.ranks[transport.rank], transport, scale, Chunked())
 
 
 def cp_causal_conv1d(
@@ -100,14 +103,16 @@ def cp_causal_conv1d(
     """Causal convolution of each channel over the tokens of its document, on this rank's tokens. Differentiable once.
 
     With W the width, out_t = activation(sum_i weight[:, i] x_{t - W + 1 + i}); what lies before the document counts as
-    zero. Every rank of the mesh calls it, forward and backward, in the order of ``dispatch``. A part of a document
-    needs the W - 1 rows before it, from one or several ranks; each row goes once to each rank that needs it.
+    zero; in a tree the row before a node's first token is that of its parent's last one. Every rank of the mesh calls
+    it, forward and backward, in the order of ``dispatch``. A part of a document needs the W - 1 rows before it, from
+    one or several ranks; each row goes once to each rank that needs it.
 
     Args:
         x: [T, C] with T = plan.tokens_per_rank.
         weight: [C, W], the last column of the token itself: ``conv.weight.squeeze(1)`` of a depthwise torch.nn.Conv1d.
             A rank's gradient is that of its own tokens.
-        plan: from ``make_plan`` or ``make_plans``, the same on every rank, with a mask of causal documents.
+        plan: from ``make_plan`` or ``make_plans``, the same on every rank, with a mask of causal documents, or of trees
+            without a window whose nodes lie behind their parents in the pack.
         mesh: the context-parallel mesh or group; None for a single rank.
         activation: "silu" or None.
 
@@ -118,7 +123,7 @@ def cp_causal_conv1d(
 
     Raises:
         ValueError: no tensors; shapes that do not fit each other or the plan; integers; several devices; an unknown
-            activation; no plan, or one whose mask is not causal attention inside documents; a mesh that does not fit.
+            activation; no plan, or one of another mask; a mesh that does not fit.
         RuntimeError: the mesh's process group has ended; a second derivative.
     """
     check_plan(plan)

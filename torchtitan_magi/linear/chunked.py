@@ -14,39 +14,16 @@ Shapes: N chunks of C tokens, H value heads, D documents; the rest as in ``delta
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_magi.linear.backend import Tokens
+
 CHUNK = 64  # tokens
-
-
-class Tokens(NamedTuple):
-    """The inputs of a layer: q, k [T, HK, K], v [T, H, V], g, beta [T, H]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-
-    @property
-    def wide(self) -> torch.dtype:
-        """The dtype of states: float32, or float64 if any input has it."""
-        return torch.float64 if any(x.dtype == torch.float64 for x in self) else torch.float32
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """[H, K, V], of a document's state."""
-        return self.v.shape[1], self.k.shape[2], self.v.shape[2]
-
-    def select(self, rows: Tensor) -> "Tokens":
-        """Those of some rows."""
-        return Tokens(*(x.index_select(0, rows) for x in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +60,30 @@ class _Layout:
         return cls(rows, places, order, steps)
 
 
-def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it products have the dtype of their factors: autocast would make 16 bits of states."""
-    return torch.autocast(device.type, enabled=False)
+class Chunked:
+    """The rule in plain torch: a ``Backend`` that keeps nothing, and runs the forward again in the backward."""
+
+    def forward(
+        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None = None, with_out: bool = True
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """As ``Backend.forward``; out is of ``tokens.wide``."""
+        with torch.no_grad():
+            return *run(tokens, lengths, scale, states, with_out), ()
+
+    def backward(
+        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None, kept: tuple[Tensor, ...],
+        dout: Tensor, dends: Tensor | None = None, with_tokens: bool = True,
+    ) -> tuple[Tokens | None, Tensor | None]:  # fmt: skip
+        """As ``Backend.backward``."""
+        leaves = Tokens(*(x.detach().requires_grad_(with_tokens) for x in tokens))
+        first = None if states is None else states.detach().requires_grad_()
+        with torch.enable_grad():
+            out, ends = run(leaves, lengths, scale, first)
+        results = (out,) if dends is None else (out, ends)
+        wanted = [*(leaves if with_tokens else ()), *(() if first is None else (first,))]
+        dresults = [dout.to(out.dtype), dends][: len(results)]
+        grads = torch.autograd.grad(results, wanted, dresults)
+        return Tokens(*grads[:5]) if with_tokens else None, None if first is None else grads[-1]
 
 
 def run(

@@ -1,9 +1,10 @@
 """What a part of a document does to the state that comes to it, as a map that travels: S becomes matrix S + state.
 
 A token maps the state affinely (see ``chunked``), so does a run of tokens, and the columns of S never mix. In the
-backward the gradient of the state passes through the transposed maps, from the last part to the first.
+backward the gradient of the state passes through the transposed maps, from parts to their parents.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.transport import Transport
-from torchtitan_magi.linear.chunked import Tokens, run
+from torchtitan_magi.linear.backend import Backend, Tokens
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.document_parts import RankParts
 from torchtitan_magi.planning.needs import sums
@@ -25,20 +26,22 @@ class Map(NamedTuple):
     """One part's map in all H heads, in ``Tokens.wide``."""
 
     state: Tensor  # [H, K, V]
-    matrix: Tensor | None = None  # [H, K, K]; None: the first part, to which no state comes
+    matrix: Tensor | None = None  # [H, K, K]; None: the part waits for nobody, and the state is what it passes on
 
     def after(self, state: Tensor | None) -> Tensor:
         """What becomes of a state [H, K, V]."""
         return self.state if state is None or self.matrix is None else self.matrix @ state + self.state
 
 
-def maps_of(tokens: Tokens, lengths: Sequence[int]) -> list[Map]:
+def maps_of(tokens: Tokens, lengths: Sequence[int], backend: Backend) -> list[Map]:
     """The maps of parts of these lengths: with values [v, 0] the state [0, I] becomes [state, matrix]."""
+    if not lengths:
+        return []
     num_heads, key_dim, value_dim = tokens.state_shape
     values = torch.cat([tokens.v, tokens.v.new_zeros(len(tokens.v), num_heads, key_dim)], -1)
     one = torch.eye(key_dim, dtype=tokens.wide, device=values.device)
     first = torch.cat([one.new_zeros(key_dim, value_dim), one], 1).expand(len(lengths), num_heads, -1, -1)
-    _, ends = run(tokens._replace(v=values), lengths, 1.0, first, with_out=False)
+    _, ends, _ = backend.forward(tokens._replace(v=values), lengths, 1.0, first, with_out=False)
     return [Map(end[..., :value_dim], end[..., value_dim:]) for end in ends]
 
 
@@ -85,10 +88,9 @@ def exchange_of(parts: RankParts, back: bool, shape: Sequence[int]) -> Exchange:
 
 
 def _sizes(parts: RankParts, back: bool, shape: Sequence[int]) -> Int64Array:
-    """Numbers in the map of each part: the first that a state passes has no matrix."""
+    """Numbers in the map of each part: one that waits for nobody has no matrix."""
     num_heads, key_dim, value_dim = shape
-    is_first = parts.all.ends if back else parts.all.begins
-    return num_heads * key_dim * np.where(is_first, value_dim, value_dim + key_dim)
+    return num_heads * key_dim * np.where(parts.all.waits(back), value_dim + key_dim, value_dim)
 
 
 def _unpacked(output: Tensor, parts: RankParts, back: bool, shape: Sequence[int]) -> dict[int, Map]:
@@ -103,19 +105,20 @@ def _unpacked(output: Tensor, parts: RankParts, back: bool, shape: Sequence[int]
     return found
 
 
-def states_before(parts: RankParts, maps: dict[int, Map], back: bool) -> dict[int, Tensor]:
-    """What comes to each of the rank's parts that something comes to: [H, K, V], by part.
+def folded(maps: dict[int, Map], parts: RankParts, back: bool) -> dict[int, Tensor]:
+    """What the rank's parts wait for: the states behind parents on other ranks, [H, K, V] by part; in the backward the
+    gradients of those before children.
 
     Args:
-        maps: of all parts that the state passes before the last one here.
-        back: whether it is the state's gradient, by transposed maps.
+        maps: of all parts that lead there.
     """
-    found = {}
-    for chain in parts.chains(back):
-        state = None
-        for part in chain:
-            if state is not None and parts.all.rank[part] == parts.rank:
-                found[part] = state
-            if part != chain[-1]:
-                state = maps[part].after(state)
-    return found
+    passed: dict[int, Tensor] = {}
+    for part in parts.folded(back):
+        passed[part] = maps[part].after(total(passed, parts.all.sources(back)[part]))
+    return passed
+
+
+def total(passed: dict[int, Tensor], sources: Sequence[int]) -> Tensor | None:
+    """The sum of what these parts pass on, in their order; None if none of them does."""
+    found = [passed[part] for part in sources if part in passed]
+    return functools.reduce(torch.add, found) if found else None

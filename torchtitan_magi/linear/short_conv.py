@@ -55,8 +55,9 @@ class ConvRows:
         (exchange,), received = exchanges_of(routes, parts.rank, (NONE, ALL))
         held = numbered(np.concatenate([parts.all.owned[parts.rank], *received]))
         tokens, sources = [], []
+        history = parts.all.tokens_before(width - 1)[parts.numbers]
         for distance in range(1, width):
-            token, source = _tap(parts, distance, held)
+            token, source = _tap(parts, history[:, :distance], held)
             tokens.append(token)
             sources.append(source)
         own, places = _as_history(sources, len(offset))
@@ -68,11 +69,11 @@ class ConvRows:
 
 
 def _routes(parts: DocumentParts, width: int) -> Routes:
-    """The rows of other ranks that parts need: the last W - 1 of their document before them."""
-    start, limit = parts.ranges[:, 0], int(parts.ranges[:, 1].max(initial=0))
-    first = np.maximum(parts.origins, start - (width - 1))
-    some = first < start
-    transfers = transfers_of(union(parts.rank[some], first[some], start[some], limit), parts_of(parts.owned))
+    """The rows of other ranks that parts need: the last W - 1 before them."""
+    history, limit = parts.tokens_before(width - 1), int(parts.ranges[:, 1].max(initial=0))
+    part, column = np.nonzero(history >= 0)
+    first = history[part, column]
+    transfers = transfers_of(union(parts.rank[part], first, first + 1, limit), parts_of(parts.owned))
     nodes = Nodes((len(parts.owned),))
     return Routes(parts.owned, nodes, transfers, first_hops(transfers, len(parts.owned), nodes))
 
@@ -86,19 +87,19 @@ def _offset(parts: RankParts) -> Int64Array:
     return offset
 
 
-def _tap(parts: RankParts, distance: int, held: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """A rank's tokens whose row at this distance is not in their part, and this row's place in what the rank holds.
+def _tap(parts: RankParts, history: Int64Array, held: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """A rank's tokens whose row at one distance is not in their part, and this row's place in what the rank holds.
 
     Args:
+        history: the tokens before each of the rank's parts, the nearest first: int64 [n, distance].
         held: from ``numbered``: the rank's own tokens, then those that it received.
     """
-    start, end = parts.all.ranges[parts.numbers].T
-    first = np.minimum(np.maximum(start, parts.all.origins[parts.numbers] + distance), end)
-    last = np.clip(start + distance, first, end)
-    token = expand(first, last)
-    shift = np.repeat(parts.rows[parts.numbers, 0] - start, last - first)
-    which = np.searchsorted(held[:, 0], token - distance, side="right") - 1
-    return token + shift, token - distance + held[which, 2] - held[which, 0]
+    first, end = parts.rows[parts.numbers].T
+    before = history[:, ::-1]  # the row of a part's first token, then of its second one
+    part, place = np.nonzero((before >= 0) & (np.arange(before.shape[1]) < (end - first)[:, None]))
+    source = before[part, place]
+    which = np.searchsorted(held[:, 0], source, side="right") - 1
+    return first[part] + place, source + held[which, 2] - held[which, 0]
 
 
 def _as_history(sources: list[Int64Array], num_tokens: int) -> tuple[Int64Array, list[Int64Array]]:

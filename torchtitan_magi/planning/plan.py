@@ -105,7 +105,7 @@ class AttnPlan:
         """The parts of documents on ranks, for linear attention.
 
         Raises:
-            ValueError: the mask is not causal attention inside documents.
+            ValueError: the mask is neither of causal documents nor of trees of them.
         """
         return DocumentParts.of(self.slices, self.routes.owned)
 
