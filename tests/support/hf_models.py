@@ -51,8 +51,8 @@ OWN: dict[str, dict[str, Any]] = {  # fields of some kinds
         "full_attention_interval": 2,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 16,
+        "linear_key_head_dim": 32,  # the smaller, the more often norms of what is read enlarge rounding
+        "linear_value_head_dim": 48,
     },
     "muse_glimmer_text": {
         "sliding_window": 24,

@@ -85,7 +85,8 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
         "tied_qwen3_5": ({"tp": 2, "cp": 2},),
         "qwen3_5_moe": ({}, {"cp": 2}, {"cp": 2, "ep": 2}, {"tp": 2, "ep": 2}),
     }
-    DPO |= {name: ({"cp": 2},) for name in ("gpt_oss", "deepseek_v3", "muse_glimmer", "kimi_k2_7")}
+    DPO |= {name: ({"cp": 2},) for name in ("gpt_oss", "deepseek_v3", "muse_glimmer", "kimi_k2_7", "qwen3_5_moe")}
+    DPO |= {"qwen3_5": DENSE}
 
 
 @functools.cache
