@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 pytestmark = [pytest.mark.gpu, needs_hopper]
 LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+RECURRENT = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 WIDE: dict[str, dict[str, int]] = {  # heads of 64, and those of DeepSeek V3
     "llama": {"intermediate_size": 1024},
     "qwen3": {"intermediate_size": 1024},
@@ -23,6 +24,8 @@ WIDE: dict[str, dict[str, int]] = {  # heads of 64, and those of DeepSeek V3
     "deepseek_v3": LATENT,
     "muse_glimmer": {"head_dim": 64},
     "kimi_k25": LATENT,
+    "qwen3_5": RECURRENT,
+    "qwen3_5_moe": RECURRENT,
 }
 ROUNDING = 2e-2  # relative
 CHOICE = 4e-2  # where experts are chosen: rounding sends a token to another one
@@ -48,7 +51,11 @@ TASKS = {  # name -> kind of model, options
     "DeepSeek V3": ("deepseek_v3", ""),
     "Muse Glimmer": ("muse_glimmer", ""),
     "Kimi K2.7": ("kimi_k25", ""),
+    "Qwen3.5": ("qwen3_5", ""),
+    "Qwen3.5, compiled": ("qwen3_5", "--compile.enable"),
+    "Qwen3.5 with experts": ("qwen3_5_moe", ""),
     "DPO": ("llama", DPO),
+    "DPO of Qwen3.5": ("qwen3_5", DPO),
     "LoRA": ("llama", "--magi.lora.rank 4"),
     "LoRA of gpt-oss": ("gpt_oss", "--magi.lora.rank 4"),
     "LoRA of experts": ("qwen3_moe", "--magi.lora.rank 4 --magi.lora.target_modules experts wo"),
@@ -63,6 +70,8 @@ TASKS = {  # name -> kind of model, options
     "DeepSeek V3, CP 2": ("deepseek_v3", CP),
     "Muse Glimmer, CP 2": ("muse_glimmer", CP),
     "Kimi K2.7, CP 2": ("kimi_k25", CP),
+    "Qwen3.5, CP 2": ("qwen3_5", CP),
+    "Qwen3.5 with experts, CP 2": ("qwen3_5_moe", CP),
     "LoRA of experts, CP 2": ("qwen3_moe", f"--magi.lora.rank 4 --magi.lora.target_modules experts wo {CP}"),
     "LoRA, CP 2": ("llama", f"--magi.lora.rank 4 {CP}"),
     "FSDP 2": ("llama", "--parallelism.data_parallel_shard_degree 2 --training.local_batch_size 1"),
@@ -102,7 +111,9 @@ def test_losses_on_gpus_are_those_of_the_cpu(task):
     print(f"\n{task}: losses by step on GPUs {numbers(gpu)}, on the CPU {numbers(cpu)}")
     assert len(gpu) >= 5
     assert all(map(math.isfinite, gpu))
-    rounding = CHOICE if TASKS[task][0] in ("qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k25") else ROUNDING
+    rounding = (
+        CHOICE if TASKS[task][0] in ("qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k25", "qwen3_5_moe") else ROUNDING
+    )
     assert gpu == pytest.approx(cpu, rel=rounding, abs=MARGINS if "DPO" in task else 0)
 
 

@@ -34,14 +34,20 @@ class ConvRows:
         sent: local numbers of the rows that it takes, in its order.
         offset: how many tokens of the same part come before each token, int64 [T]; -1 for tokens of no document.
         own: local numbers of the rank's own rows that are history.
-        taps: for each distance from 1 to W - 1, tokens whose row at this distance is history, and which one it is.
+        edges: tokens that have any history among their rows, ascending, int64 [E].
+        taps: for each distance from 1 to W - 1, those of `edges` whose row at this distance is history, by their place
+            there, and which one it is.
+        tables: the same for a kernel: offset, the place of each token in `edges` or -1, and the history row of each of
+            `edges` by distance or -1; int32 [T], [T], [E, W - 1].
     """
 
     exchange: Exchange | None
     sent: Tensor
     offset: Tensor
     own: Tensor
+    edges: Tensor
     taps: list[tuple[Tensor, Tensor]]
+    tables: tuple[Tensor, Tensor, Tensor]
 
     @classmethod
     def of(cls, parts: RankParts, width: int, device: torch.device) -> "ConvRows":
@@ -61,11 +67,16 @@ class ConvRows:
             tokens.append(token)
             sources.append(source)
         own, places = _as_history(sources, len(offset))
-        sent, before, own_rows, *pairs = (
-            torch.tensor(x).to(device, non_blocking=True) for x in (exchange.send_rows, offset, own, *tokens, *places)
+        edges = np.unique(np.concatenate([np.zeros(0, np.int64), *tokens]))
+        tokens = [np.searchsorted(edges, of_tap) for of_tap in tokens]
+        tables = _tables(offset, edges, tokens, places)
+        sent, before, own_rows, edges, *rest = (
+            torch.tensor(x).to(device, non_blocking=True)
+            for x in (exchange.send_rows, offset, own, edges, *tokens, *places, *tables)
         )
-        taps = list(zip(pairs[: width - 1], pairs[width - 1 :], strict=True))
-        return cls(exchange if len(routes.hops) else None, sent, before, own_rows, taps)
+        taps = list(zip(rest[: width - 1], rest[width - 1 : 2 * width - 2], strict=True))
+        exchanged = exchange if len(routes.hops) else None
+        return cls(exchanged, sent, before, own_rows, edges, taps, tuple(rest[-3:]))
 
 
 def _routes(parts: DocumentParts, width: int) -> Routes:
@@ -109,6 +120,17 @@ def _as_history(sources: list[Int64Array], num_tokens: int) -> tuple[Int64Array,
     return own, [np.where(s < num_tokens, np.searchsorted(own, s), s - num_tokens + len(own)) for s in sources]
 
 
+def _tables(
+    offset: Int64Array, edges: Int64Array, tokens: list[Int64Array], places: list[Int64Array]
+) -> tuple[np.ndarray, ...]:
+    """See ``ConvRows.tables``."""
+    edge, taken = np.full(len(offset), -1), np.full((len(edges), len(tokens)), -1)
+    edge[edges] = np.arange(len(edges))
+    for distance, (of_tap, which) in enumerate(zip(tokens, places, strict=True)):
+        taken[of_tap, distance] = which
+    return tuple(x.astype(np.int32) for x in (offset, edge, taken))
+
+
 def _convolved(
     x: Tensor, weight: Tensor, rows: ConvRows, activation: str | None, history: Callable[[], Tensor]
 ) -> Tensor:
@@ -122,7 +144,8 @@ def _convolved(
         out = out + torch.where(rows.offset[:, None] >= distance, shifted * tap, 0.0)
     before = torch.cat([values.index_select(0, rows.own), history().to(wide)])
     for (tokens, sources), tap in zip(rows.taps, taps[1:], strict=True):
-        out = out.index_add(0, tokens, before.index_select(0, sources) * tap)  # each token once: no order of sums
+        taken = before.index_select(0, sources) * tap
+        out = out.index_add(0, rows.edges.index_select(0, tokens), taken)  # each token once: no order of sums
     return (F.silu(out) if activation == "silu" else out).to(x.dtype)
 
 
