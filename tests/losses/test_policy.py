@@ -44,7 +44,7 @@ def loss_of_trl(normalization, beta):
     trainer = grpo_trainer.GRPOTrainer.__new__(grpo_trainer.GRPOTrainer)
     trainer.__dict__ |= {
         "_get_per_token_logps_and_entropies": lambda *_, **__: (policy, torch.zeros_like(policy), None),
-        "accelerator": SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x, sync_gradients=True),
+        "accelerator": SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x),
         "args": SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
         "model": SimpleNamespace(training=True),
         "_metrics": {"train": defaultdict(list)},
