@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_magi.losses.boundaries import branches, document_weights, num_labels
+from torchtitan_magi.losses.boundaries import branch_numbers, document_weights, num_labels
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
 from torchtitan_magi.masks.builders import shared_prompt
 from torchtitan_magi.planning.plan import make_plan
@@ -58,20 +58,21 @@ def test_metrics_by_hand():
 
 # ---------------------------------------------------------------------------------------------- weights and branches
 
-PAIRS = np.array([[1, 3, 5, 8], [9, 9, 10, 12]], np.int32)  # tokens 0 and 8 belong to none; the second shares no prompt
-BRANCH = [-1, -1, -1, 0, 0, 1, 1, 1, -1, 2, 3, 3]
+OWN = np.array([[1, 5], [5, 8], [9, 10], [10, 12]])  # tokens of four branches; 0 and 8 belong to none
+BRANCH = [-1, 0, 0, 0, 0, 1, 1, 1, -1, 2, 3, 3]
 
 
 def test_branches_by_hand():
-    assert branches(PAIRS, 12).tolist() == BRANCH
-    assert branches(PAIRS[:0], 3).tolist() == [-1, -1, -1]
+    assert branch_numbers(OWN, 12).tolist() == BRANCH
+    assert branch_numbers(OWN[:0], 3).tolist() == [-1, -1, -1]
 
 
 def test_numbers_of_labels_by_hand():
     labels = np.array([9, -100, 9, 5, 5, 5, -100, 5, 9, -100, 5, -100])
-    counts = num_labels(PAIRS[:, 1:3], PAIRS[:, 2:4], labels)
-    assert counts.tolist() == [[2, 2], [0, 1]]
-    assert num_labels(PAIRS[:0, 1:3], PAIRS[:0, 2:4], labels).shape == (0, 2)
+    assert num_labels(*OWN.T, labels).tolist() == [3, 2, 0, 1]
+    pairs = OWN.reshape(2, 2, 2)
+    assert num_labels(pairs[..., 0], pairs[..., 1], labels).tolist() == [[3, 2], [0, 1]]
+    assert num_labels(*OWN[:0].T, labels).shape == (0,)
 
 
 def test_document_weights_by_hand():
@@ -85,12 +86,12 @@ def test_document_weights_by_hand():
 
 def test_branch_sums_by_hand():
     logprobs = torch.arange(12.0, requires_grad=True)
-    sums = branch_sums(logprobs, torch.tensor(BRANCH, dtype=torch.int32), 2)
+    sums = branch_sums(logprobs, torch.tensor(BRANCH, dtype=torch.int32), 4)
     assert sums.dtype == torch.float64
-    assert sums.tolist() == [[3 + 4, 5 + 6 + 7], [9, 10 + 11]]
-    (sums * torch.tensor([[1, 2], [3, 4]])).sum().backward()
+    assert sums.tolist() == [1 + 2 + 3 + 4, 5 + 6 + 7, 9, 10 + 11]
+    (sums * torch.tensor([1, 2, 3, 4])).sum().backward()
     assert logprobs.grad.tolist() == [{-1: 0, 0: 1, 1: 2, 2: 3, 3: 4}[b] for b in BRANCH]
-    assert branch_sums(logprobs, torch.full((12,), -1), 0).shape == (0, 2)
+    assert branch_sums(logprobs, torch.full((12,), -1), 0).shape == (0,)
 
 
 def sums_of_a_share():
@@ -99,7 +100,7 @@ def sums_of_a_share():
 
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     logprobs = torch.arange(12.0)[mine].requires_grad_()
-    sums = branch_sums(logprobs, torch.tensor(BRANCH, dtype=torch.int32)[mine], 2, dist.group.WORLD)
+    sums = branch_sums(logprobs, torch.tensor(BRANCH, dtype=torch.int32)[mine], 4, dist.group.WORLD)
     sums.prod().backward()
     return sums.detach(), logprobs.grad
 
@@ -107,7 +108,7 @@ def sums_of_a_share():
 def test_ranks_that_share_the_tokens_have_the_sums_of_all_and_the_gradients_of_their_own(three_ranks):
     results = three_ranks.run(sums_of_a_share)
     logprobs = torch.arange(12.0, requires_grad=True)
-    whole = branch_sums(logprobs, torch.tensor(BRANCH), 2)
+    whole = branch_sums(logprobs, torch.tensor(BRANCH), 4)
     whole.prod().backward()
     gradient = torch.empty(12)
     for rank, (sums, grad) in enumerate(results):

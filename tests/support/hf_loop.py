@@ -83,7 +83,7 @@ def steps_of(packs: Iterator) -> Iterator[list]:
 # -------------------------------------------------------------------------------------------------------------- SFT
 
 
-def document(tokenizer, record: dict) -> Document:
+def document(tokenizer, record: dict, seq_len: int) -> Document:
     """A record as transformers sees it, cut to a pack's length."""
     if "text" in record:
         tokens = tokenizer.encode(record["text"], add_special_tokens=False)
@@ -93,24 +93,27 @@ def document(tokenizer, record: dict) -> Document:
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         chat = tokenizer.apply_chat_template(record["messages"], **options)
         tokens, mask = chat["input_ids"], chat["assistant_masks"]
-    return tokens[: SEQ_LEN + 1], mask[: SEQ_LEN + 1]
+    return tokens[: seq_len + 1], mask[: seq_len + 1]
 
 
-def train_sft(folder: Path, path: Path) -> Training:
-    """The loss: cross-entropy summed over all labels / number of labels."""
+def train_sft(folder: Path, path: Path, per: str = "token", seq_len: int = SEQ_LEN, **options: Any) -> Training:
+    """The loss: cross-entropy summed over all labels / number of labels, or the mean over documents of their means.
+
+    options: of the packs, which say which records make a step.
+    """
     tokenizer, model = AutoTokenizer.from_pretrained(folder), load_hf(folder)
-    documents = [document(tokenizer, record) for record in records(path)]
-    by_inputs = {tuple(tokens[:-1]): (tokens, mask) for tokens, mask in documents}
+    documents = [document(tokenizer, record, seq_len) for record in records(path)]
     optimizer, schedule = optimizer_of(model)
     training = Training(model)
-    for packs in steps_of(iter(PackedSFTDataset(path, load_chat_tokenizer(folder), SEQ_LEN))):
-        inputs = [tuple(pack["input"][a:b].tolist()) for pack, _ in packs for a, b in pack["documents"]]
-        num_labels = sum(sum(by_inputs[i][1][1:]) for i in inputs)
+    for packs in steps_of(iter(PackedSFTDataset(path, load_chat_tokenizer(folder), seq_len, **options))):
+        chosen = [documents[record] for pack, _ in packs for record in pack["records"]]
+        num_labels = sum(sum(mask[1:]) for _, mask in chosen)
         loss = 0.0
-        for tokens, mask in (by_inputs[i] for i in inputs):
+        for tokens, mask in chosen:
             logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
             labels = torch.tensor(tokens).masked_fill(torch.tensor(mask) == 0, -100)[1:]
-            part = functional.cross_entropy(logits, labels, reduction="sum") / num_labels
+            divisor = num_labels if per == "token" else sum(mask[1:]) * len(chosen)
+            part = functional.cross_entropy(logits, labels, reduction="sum") / divisor
             part.backward()
             loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

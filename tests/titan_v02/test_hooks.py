@@ -91,13 +91,14 @@ def check_for_stock(*arguments):
 
 
 def test_the_stock_entry_point_names_ours():
-    cases = [[], ["--training.dataset", "dpo"], ["--magi.loss_per", "document"]]
-    sft, pairs, documents = call(value_errors, check_for_stock, cases)
+    cases = [[], ["--training.dataset", "dpo"], ["--magi.loss_per", "document"], ["--magi.share_prefixes"]]
+    sft, pairs, documents, trees = call(value_errors, check_for_stock, cases)
     assert sft is None
     remedy = "start it with torchrun -m torchtitan_magi.train"
     assert pairs == f"training.dataset is 'dpo', which torchtitan's own entry point does not know; {remedy}"
     assert documents.startswith('magi.loss_per is "document"')
     assert documents.endswith(remedy)
+    assert trees == f"magi.share_prefixes is true, which torchtitan's own entry point does not know; {remedy}"
 
 
 @pytest.mark.parametrize(

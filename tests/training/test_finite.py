@@ -164,17 +164,19 @@ def test_a_state_is_checked_by_name():
 # -------------------------------------------------------------------------------------------------- which documents
 
 
-def losses_of(documents, records, tokens, labelled, losses):
+def losses_of(tokens, labelled, losses, **bounds):
     owned = SimpleNamespace(share=SimpleNamespace(tokens=np.array(tokens)))
-    labelled = labelled and torch.tensor(labelled)
-    batch = Microbatch(None, None, np.array(documents), np.array(records), {}, indices=(owned,), labelled=labelled)
+    arrays = {name: np.array(values, np.int32) for name, values in bounds.items()}
+    batch = Microbatch.of({"input": torch.zeros(2, 8, dtype=torch.int64)} | arrays, None, None)
+    batch.indices, batch.labelled = (owned,), labelled and torch.tensor(labelled)
     return DocumentLosses(batch, torch.tensor(losses))
 
 
 def test_losses_belong_to_the_documents_of_their_tokens():
     # Two rows of 8 tokens, padded at their ends; this rank has every other token.
     documents, tokens = [[0, 3], [3, 6], [8, 12]], list(range(0, 16, 2))
-    microbatch = losses_of(documents, [4, 0, 4], tokens, [0, 1, 2, 4, 5], [1.0, 2.0, 5.0, NAN, 1.0])
+    losses = [1.0, 2.0, 5.0, NAN, 1.0]
+    microbatch = losses_of(tokens, [0, 1, 2, 4, 5], losses, documents=documents, records=[4, 0, 4])
     assert mean_losses([microbatch], "line {}".format, 0) == {"line 4": pytest.approx(NAN, nan_ok=True), "line 0": 5.0}
     microbatch.batch.records = None
     names = mean_losses([microbatch, microbatch], None, 3)
@@ -184,11 +186,22 @@ def test_losses_belong_to_the_documents_of_their_tokens():
     assert len(names) == 6
 
 
+def test_a_loss_that_documents_share_is_of_each_of_them():
+    # The second goes on behind token 2 of the first, the third is the beginning of the second.
+    branches = [[0, 6, 0], [6, 9, 3], [9, 9, 4], [9, 12, 0]]
+    losses = [1.0, 2.0, 4.0, 8.0, 16.0]
+    microbatch = losses_of(range(16), [1, 4, 6, 7, 9], losses, documents=branches, records=[3, 5, 6, 9])
+    assert mean_losses([microbatch], str, 0) == {"3": 3 / 2, "5": 13 / 3, "6": 5 / 2, "9": 16.0}
+
+
 def test_losses_of_pairs_are_those_of_their_records():
-    pairs = losses_of([[0, 2, 4, 6], [6, 8, 9, 12]], [7, 2], range(12), None, [0.5, NAN])
-    nothing = losses_of([[0, 2]], [1], range(2), None, [0.0])
+    pairs = losses_of(range(12), None, [0.5, NAN], pairs=[[0, 2, 4, 6], [6, 8, 9, 12]], pair_ids=[7, 2])
+    nothing = losses_of(range(2), None, [0.0], documents=[[0, 2]], records=[1])
     nothing.losses = None  # on a rank without the last stage of a pipeline
     assert mean_losses([pairs, nothing], str, 0) == {"7": 0.5, "2": pytest.approx(NAN, nan_ok=True)}
+    pairs.batch.records = None
+    names = [f"tokens {span} of microbatch 1 of data-parallel rank 0" for span in ("0 to 5", "6 to 11")]
+    assert list(mean_losses([pairs], None, 0)) == names
 
 
 def test_a_few_documents_are_named():

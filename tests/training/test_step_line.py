@@ -43,7 +43,11 @@ def test_the_page_on_metrics_has_all_of_them():
 def report_labels(report):
     from torchtitan_magi.training.batches.planner import MagiRuntime
 
-    watch(MagiRuntime, "plan_ahead", lambda batch, *_: report("labels", batch.labels.tolist(), batch.ranges.tolist()))
+    watch(
+        MagiRuntime,
+        "plan_ahead",
+        lambda batch, *_: report("labels", batch.labels.tolist(), batch.branches.tolist()),
+    )
 
 
 def test_the_share_of_learned_tokens_is_that_of_the_documents_with_any_layout():
@@ -51,9 +55,9 @@ def test_the_share_of_learned_tokens_is_that_of_the_documents_with_any_layout():
     runs = {name: trained_anew(name, **options) for name in ("cp1", "cp2", "cp2_accumulation")}
     shares = {name: [metrics["learned_tokens(%)"] for metrics in run.metrics] for name, run in runs.items()}
     assert shares["cp1"] == shares["cp2"] == shares["cp2_accumulation"]
-    for share, (labels, ranges) in zip(shares["cp1"], runs["cp1"].of("labels"), strict=False):
+    for share, (labels, branches) in zip(shares["cp1"], runs["cp1"].of("labels"), strict=False):
         learned = sum(label != -100 for row in labels for label in row)
-        assert share == pytest.approx(100 * learned / sum(end - start for start, end in ranges))
+        assert share == pytest.approx(100 * learned / sum(end - start for start, end, _ in branches))
         assert 0 < share < 100
 
 

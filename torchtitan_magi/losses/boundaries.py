@@ -29,9 +29,7 @@ def num_labels(starts: npt.NDArray[Any], ends: npt.NDArray[Any], labels: npt.NDA
     return labels_before[ends] - labels_before[starts]
 
 
-def document_weights(
-    documents: npt.NDArray[np.int32], labels: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.float32], int]:
+def document_weights(documents: npt.NDArray[Any], labels: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], int]:
     """Weights that turn a sum over tokens into a sum over documents of the mean over the document's labels.
 
     Args:
@@ -46,11 +44,10 @@ def document_weights(
     return spread(starts, ends, weights, len(labels), 0), int((counts > 0).sum())
 
 
-def branches(pairs: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray[np.int32]:
-    """int32 [num_tokens]: the answer each token belongs to, 2 i for chosen and 2 i + 1 for rejected of pair i, else -1.
+def branch_numbers(branches: npt.NDArray[Any], num_tokens: int) -> npt.NDArray[np.int32]:
+    """int32 [num_tokens]: the branch, of n, whose own token each is; -1: none's.
 
     Args:
-        pairs: [n, 4]: start of the shared prompt, of chosen, of rejected, and the end, as tokens.
+        branches: [n, 2 or more]: first own token, and the one behind the last.
     """
-    numbers = np.arange(2 * len(pairs), dtype=np.int32)
-    return spread(pairs[:, 1:3].ravel(), pairs[:, 2:4].ravel(), numbers, num_tokens, -1)
+    return spread(branches[:, 0], branches[:, 1], np.arange(len(branches), dtype=np.int32), num_tokens, -1)

@@ -72,20 +72,21 @@ def _margin(values: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ sums over branches
 
 
-def branch_sums(logprobs: Tensor, branch: Tensor, num_pairs: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """float64 [num_pairs, 2]: summed log-probabilities of chosen and rejected.
+def branch_sums(logprobs: Tensor, branch: Tensor, num_branches: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """float64 [num_branches]: summed log-probabilities of each branch's own tokens.
 
     Losses take differences of these sums, of which float32 would leave few digits for long answers.
 
     Args:
-        logprobs: float32 [T], this rank's tokens. branch: integers [T], see ``boundaries.branches``.
+        logprobs: float32 [T], this rank's tokens, 0 where there is no label. branch: integers [T], see
+            ``boundaries.branch_numbers``.
         group: ranks that share the tokens. All get the sums of all; the gradient of each goes to its own tokens only,
             so that every rank may compute the whole loss.
     """
-    slot = torch.where(branch >= 0, branch, 2 * num_pairs).long()
+    slot = torch.where(branch >= 0, branch, num_branches).long()
     # Accumulating by index_put is deterministic on a GPU, index_add is not.
-    zeros = logprobs.new_zeros(2 * num_pairs + 1, dtype=torch.float64)
+    zeros = logprobs.new_zeros(num_branches + 1, dtype=torch.float64)
     sums = zeros.index_put((slot,), logprobs.double(), accumulate=True)[:-1]
-    if group is not None and num_pairs:
+    if group is not None and num_branches:
         dist.all_reduce(sums.detach(), group=group)  # in place, unseen by autograd: a sum's gradient is each addend's
-    return sums.view(num_pairs, 2)
+    return sums

@@ -16,7 +16,7 @@ from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Micro
 from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import read_metadata
-from torchtitan_magi.training.experts import expert_counts_kept
+from torchtitan_magi.training.experts import expert_biases, expert_counts_kept
 from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.lora import log_trainable
@@ -28,6 +28,7 @@ from torchtitan_magi.training.process.groups import data_parallel_place, group_o
 from torchtitan_magi.training.process.last_line import stopped, told_on_signal
 from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
+from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.options import DPO_DATASET
 
 TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
@@ -115,6 +116,11 @@ class ObjectiveTrainer:
             model: None with a ``pipeline``.
         """
         dims = self.parallel_dims
+        if self.job_config.magi.share_prefixes and self.moves_expert_bias():
+            raise ValueError(
+                "magi.share_prefixes is true, but this model balances its experts by the tokens that each gets "
+                "(expert_bias), of which it would count shared ones once; set it to false, or use a model without that"
+            )
         # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
         self.gradient_factor = dims.dp_replicate if self.is_replicated_by_ddp() else 1
         self.model: Any = model
@@ -139,6 +145,12 @@ class ObjectiveTrainer:
     def is_replicated_by_ddp(self) -> bool:
         """Whether DDP averages gradients, where FSDP2 adds them."""
         return self.parallel_dims.dp_replicate_enabled and not self.parallel_dims.fsdp_enabled
+
+    def moves_expert_bias(self) -> bool:
+        """Whether torchtitan moves the bias by which experts are chosen, by how many tokens they get: not that of a
+        checkpoint's model, nor beside adapters."""
+        job = self.job_config
+        return job.model.flavor != HF_FLAVOR and not job.magi.lora.rank and bool(expert_biases(self.model_parts))
 
     def _make_objective(self, section: Any) -> Objective:
         magi = self.job_config.magi
@@ -176,12 +188,12 @@ class ObjectiveTrainer:
         for batch in batches:
             batch.num_items = self.objective.count_items(batch)
         counts = zip(*((batch.num_items, batch.num_tokens, batch.num_labels) for batch in batches), strict=True)
-        of_all = torch.stack([torch.full((), sum(count), device=self.device) for count in counts])
+        of_all = torch.stack([torch.full((), sum(count), dtype=torch.float64, device=self.device) for count in counts])
         if self.parallel_dims.dp_enabled:
             dist.all_reduce(of_all, group=group_of(self.parallel_dims, "batch"))
-        self.num_items = of_all[0].clamp(min=1)  # a step without any item has no loss
-        self.num_tokens_seen += of_all[1]
-        self.metrics_processor.tokens_and_labels += of_all[1:]
+        self.num_items = of_all[0].where(of_all[0] > 0, 1).float()  # a step without any item has no loss
+        self.num_tokens_seen += of_all[1].long()
+        self.metrics_processor.tokens_and_labels += of_all[1:].long()
         super().train_step(iter(microbatches))  # type: ignore[misc]
         self.last_words.note_step(self.step)
         self.steps_done = self.step

@@ -6,6 +6,7 @@ import re
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from support.streams import resume, take, with_small_blocks
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, TokenizedDocument, TokenizedPair
-from torchtitan_magi.data.packs import stream
+from torchtitan_magi.data.packs import prefix_trees, stream
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.batches.run_length import DEFAULT_STEPS, DEFAULT_WARMUP, RunLength
 from torchtitan_magi.training.process.all_ranks import agreed
@@ -259,3 +260,35 @@ def test_a_resumed_run_says_that_its_schedule_is_another_and_follows_it(folder, 
     lr, _ = resumed(older, steps=40)
     assert lr == 2.0 * 5 / 20  # as its optimizer has it
     assert "learning rate follows" not in caplog.text
+
+
+def test_what_common_beginnings_save_is_said(tmp_path, caplog):
+    """Twelve records of 40 positions, 30 of them common to six; a pack has 64."""
+
+    def branches(record):
+        number = int(record["text"])
+        tokens = np.arange(41, dtype=np.int32) + 1000 * (number % 2)
+        tokens[31:] += 100 * number
+        return TokenizedDocument(tokens, np.ones(41, dtype=bool))
+
+    def said(tokenizer, **options):
+        packs = PackedSFTDataset(path, tokenizer, 90, window_blocks=9, **options)
+        caplog.clear()
+        _, loader = begun(PackLoader(packs, 1, 1), steps=20, epochs=options.get("epochs", -1))
+        take(loader, 1)
+        return [line for line in caplog.messages if line.startswith("magi.share_prefixes: ")]
+
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(12)))
+    caplog.set_level(logging.INFO)
+    with mock.patch.object(prefix_trees, "SHORTEST", 16):
+        for options in ({"epochs": 1}, {}):
+            assert said(branches, share_prefixes=True, **options) == [
+                "magi.share_prefixes: 180 tokens in place of 480 in 12 records; a step takes about 6 records in place "
+                "of 2.25, an epoch about 2 steps in place of 5.33, and training.steps and the learning rate count such "
+                "steps"
+            ]
+            assert not said(branches, **options)
+        assert said(lambda record: learned(5 + int(record["text"])), share_prefixes=True) == [
+            "magi.share_prefixes: no two of 12 records that are packed together begin with the same tokens"
+        ]

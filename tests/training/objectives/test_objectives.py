@@ -54,7 +54,7 @@ def report_token_losses(report):
             logprobs = model(batch)
         report("losses", batch.labels.flatten().tolist(), (-logprobs).flatten().tolist())
 
-    watch(objectives.SFT, "count_items", lambda _, sft, batch: report("documents", batch.bounds.tolist()))
+    watch(objectives.SFT, "count_items", lambda _, sft, batch: report("documents", batch.branches[:, :2].tolist()))
     watch(objectives.LogprobModel, "summed", report_losses)
 
 
@@ -97,6 +97,7 @@ FOR_DPO = {
     "--magi.long_documents split": ["magi.long_documents is 'split'", 'use "truncate"'],
     "--magi.positions pack": ['magi.positions is "pack"', 'use "auto"'],
     VALIDATION: ["validation.dataset is 'sft'", "'dpo'"],
+    "--magi.share_prefixes": ["magi.share_prefixes is true and training.dataset 'dpo'", "magi.dpo.shared_prompt"],
     "--magi.loss_per document": ['magi.loss_per is "document"', "training.dataset 'dpo'", 'use that, or "token"'],
 }
 FOR_SFT = {
@@ -108,6 +109,8 @@ FOR_SFT = {
     VALIDATION: ["validation.seq_len is 2048", "at most training.seq_len, 1024"],
     "--training.steps 0": ["training.steps is 0", "at least 1"],
     "--training.dataset stf": ["training.dataset is 'stf'", "'sft', 'dpo'"],
+    "--magi.share_prefixes --training.dataset c4": ["training.dataset 'c4'", "dataset 'sft': use that, or false"],
+    "--magi.share_prefixes --magi.positions pack": ['magi.positions "pack"', 'use "auto"'],
     "--magi.overlap_stages 17": ["magi.overlap_stages is 17", "at most 16"],
 }
 

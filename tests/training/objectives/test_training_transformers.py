@@ -4,6 +4,7 @@ import functools
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from support.hf_loop import (
 )
 from support.hf_models import TEXT_PARTS, hf_arguments, load_hf, make_hf_folder
 from support.runs import IS_0_3, corpus, new_folder, train
+from support.trees import trees_file
 from transformers import AutoModelForCausalLM
 
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS
@@ -59,6 +61,7 @@ SFT = {
     "qwen3_moe_unscaled": ({},),
 }
 DPO = {"llama": DENSE, "qwen3_moe": EXPERTS}
+TREES = {"llama": DENSE, "qwen3": ({"dp": 2},), "qwen3_moe": ({"cp": 2, "ep": 2},)}
 if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
     MODELS |= {
         "tied_llama": {"kind": "llama", "tied": True},
@@ -87,6 +90,7 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
     }
     DPO |= {name: ({"cp": 2},) for name in ("gpt_oss", "deepseek_v3", "muse_glimmer", "kimi_k2_7", "qwen3_5_moe")}
     DPO |= {"qwen3_5": DENSE}
+    TREES |= {name: ({"cp": 2},) for name in ("gpt_oss", "deepseek_v3", "qwen3_5")}
 
 
 @functools.cache
@@ -102,11 +106,12 @@ def records_of(dataset: str) -> Path:
 
 
 @functools.cache
-def expected(dataset: str, name: str, *how: object) -> Training:
-    """That of transformers or TRL."""
+def expected(dataset: str, name: str, *how: Any, path: Path | None = None, **options: Any) -> Training:
+    """That of transformers or TRL. path: of other records."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    training = {"sft": train_sft, "dpo": train_dpo}[dataset](folder_of(name), records_of(dataset), *how)
+    train_alone: Any = {"sft": train_sft, "dpo": train_dpo}[dataset]
+    training = train_alone(folder_of(name), path or records_of(dataset), *how, **options)
     torch.set_num_threads(threads)
     training.model.eval()
     return training
@@ -173,6 +178,15 @@ def cases(layouts: dict[str, tuple[dict[str, int], ...]]) -> list:
 @pytest.mark.parametrize(("name", "degrees"), cases(SFT))
 def test_sft_is_that_of_transformers(name, degrees):
     assert_trains_as(expected("sft", name), "sft", name, degrees)
+
+
+@pytest.mark.parametrize(("name", "degrees"), cases(TREES))
+def test_sft_on_trees_is_that_of_transformers_on_each_record_by_itself(name, degrees):
+    seq_len, per = 1024, "document" if degrees.get("tp") else "token"
+    path = trees_file(has_weights=False)
+    alone = expected("sft", name, per, seq_len, path=path, share_prefixes=True)
+    options = ["--training.seq_len", str(seq_len), "--training.dataset_path", str(path), "--magi.loss_per", per]
+    assert_trains_as(alone, "sft", name, degrees, "--magi.share_prefixes", *options)
 
 
 @pytest.mark.parametrize(("name", "degrees"), cases(DPO))

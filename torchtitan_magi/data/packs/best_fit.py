@@ -46,7 +46,7 @@ class PackingCounts:
 
     The counts add up. At the end of an epoch
     `documents + extra_pieces == pieces + unlabeled + skipped + equal + long_prompts`, and
-    `tokens_read == tokens + truncated_tokens + tokens_left_out`.
+    `tokens_read == tokens + shared_tokens + truncated_tokens + tokens_left_out`.
     """
 
     documents: int = 0  # records read: documents or preference pairs
@@ -63,6 +63,7 @@ class PackingCounts:
     packs: int = 0
     pieces: int = 0  # pieces in the packs
     tokens: int = 0  # positions that the pieces fill
+    shared_tokens: int = 0  # positions of pieces that stand in the pack once for several of them
     slots: int = 0  # packs x seq_len
 
     @property
@@ -81,8 +82,9 @@ class PackingCounts:
             (self.long_prompts, "with too long a prompt"),
         )
         reasons = ", ".join(f"{count:,} {reason}" for count, reason in left_out if count) or "none"
+        shared = f" {self.shared_tokens:,} tokens shared;" if self.shared_tokens else ""
         return (
-            f"{self.documents:,} documents, {self.packs:,} packs {100 * self.fill:.1f}% full;"
+            f"{self.documents:,} documents, {self.packs:,} packs {100 * self.fill:.1f}% full;{shared}"
             f" {self.truncated:,} truncated ({self.truncated_tokens:,} tokens), {self.split:,} split;"
             f" left out: {reasons}"
         )

@@ -23,6 +23,7 @@ class PackOptions:
     bad_records: BadRecords = "error"
     weighted: bool = True
     window_blocks: int = WINDOW_BLOCKS
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         if self.seq_len < 1:

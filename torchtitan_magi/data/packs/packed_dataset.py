@@ -27,6 +27,7 @@ Sample = tuple[dict[str, Any], torch.Tensor]
 
 IGNORE_INDEX = -100
 """Label of a position that does not count in the loss."""
+_BEFORE = {"share_prefixes": False}  # what states have that do not name it
 CHECKED_BYTES = 2**30  # so much is parsed before the first step to find malformed records
 
 
@@ -67,7 +68,9 @@ class PackedDataset(IterableDataset, Stateful):
               "error": they raise, see `check`. "skip": they are left out when read, counted, and the first few logged;
             - `weighted` (True): whether the weights of the sources count; otherwise an epoch has each record once;
             - `window_blocks` (32): size of the windows whose records are packed together, in blocks of 4 MiB of text; a
-              larger window packs tighter and takes more memory and time before the first item.
+              larger window packs tighter and takes more memory and time before the first item;
+            - `share_prefixes` (False): whether records of a window that begin with the same tokens are packed as a
+              tree; for documents.
 
     Raises ValueError for arguments out of range, for records files that are missing or empty and for malformed records;
     while iterating, when no record holds a label or a chat template refuses one, and when tokens cannot be kept. Works
@@ -161,6 +164,7 @@ class PackedDataset(IterableDataset, Stateful):
     def packs_per_epoch(self, counts: PackingCounts) -> float:
         """An estimate from the counts of what was read so far, by its tokens: some of it may not be packed yet."""
         tokens = counts.tokens_read - counts.truncated_tokens - counts.tokens_left_out
+        tokens -= counts.shared_tokens
         packs = tokens / (self.seq_len * counts.fill)
         return max(1.0, packs / counts.documents * self.records_per_epoch)
 
@@ -241,7 +245,7 @@ class PackedDataset(IterableDataset, Stateful):
                 " resume with the program that saved it, or begin anew in another folder"
             )
         for name, now in self.identity().items():
-            saved = state_dict["stream"].get(name)
+            saved = state_dict["stream"].get(name, _BEFORE.get(name))
             if saved != now:
                 raise ValueError(
                     f"the loader's saved state has {name} = {quoted(saved)}, this run has {quoted(now)};"
@@ -285,7 +289,10 @@ def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sam
         if isinstance(first, torch.Tensor):
             inputs[name] = torch.stack(values)
         elif name in ("documents", "pairs"):
-            inputs[name] = np.concatenate([value + np.int32(row * seq_len) for row, value in enumerate(values)])
+            shift = np.full(first.shape[1], seq_len, np.int32)
+            if name == "documents":
+                shift[2:] = 0  # counts tokens
+            inputs[name] = np.concatenate([value + row * shift for row, value in enumerate(values)])
         else:
             inputs[name] = np.concatenate(values)
     return inputs, torch.stack([labels for _, labels in samples])

@@ -113,6 +113,8 @@ class PackedPairDataset(PackedDataset):
 
     def __init__(self, *args: Any, shared_prompt: bool = True, **options: Any):
         self.shared_prompt = shared_prompt
+        if options.get("share_prefixes"):
+            raise ValueError("share_prefixes is True, but it is for documents; leave it out for preference pairs")
         super().__init__(*args, **options)
 
     def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:

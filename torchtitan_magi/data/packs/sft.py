@@ -1,8 +1,13 @@
-"""Packs of documents for supervised fine-tuning."""
+"""Packs of documents for supervised fine-tuning.
+
+Where documents share their beginnings, a label may be of several of them. What it weighs in the loss is added up over
+these, so that the loss is that of the documents each by itself.
+"""
 
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset, Sample
@@ -26,6 +31,14 @@ class PackedSFTDataset(PackedDataset):
 
     `long_documents` decides about documents longer than a pack: "truncate", or "split" into several documents (no label
     is lost at a cut). Documents and pieces without a label are left out.
+
+    With `share_prefixes=True` documents of a window that begin with the same tokens are packed as a tree, see
+    `prefix_trees`. Then
+
+    - `inputs["documents"]` is int32 [n, 3], rows (start, end, shared): the tokens of a document are the first `shared`
+      ones of the document before it (from its own beginning on), and the range [start, end), which may be empty;
+    - `inputs["label_weights"]`: float64 [2, seq_len], what each label weighs if the loss is a mean over labels (how
+      many documents it is of), and if it is a mean over documents (the sum of 1 / their number of labels).
     """
 
     bounds_name = "documents"
@@ -67,14 +80,15 @@ class PackedSFTDataset(PackedDataset):
 
     def lay_out(self, pack: Pack) -> Sample:
         """The item of a pack, each document with positions from 0."""
-        ends = np.cumsum(pack.length)
-        begins = ends - pack.length
+        own = pack.length - pack.shared
+        ends = np.cumsum(own)
+        begins = ends - own
         inputs, following = ([np.zeros(0, np.int32)] * (len(ends) + 1) for _ in range(2))
         changes = np.zeros(self.seq_len + 1, np.int64)  # 1 where a learned range begins, -1 behind it
         for block, tokens in pack.tokens.items():
             numbers = np.flatnonzero(pack.block == block)
-            first = tokens.bounds[pack.index[numbers]] + pack.start[numbers]
-            last = first + pack.length[numbers]
+            first = tokens.bounds[pack.index[numbers]] + pack.start[numbers] + pack.shared[numbers]
+            last = first + own[numbers]
             for number, start, stop in zip(numbers.tolist(), first.tolist(), last.tolist(), strict=True):
                 inputs[number] = tokens.tokens[start:stop]
                 following[number] = tokens.tokens[start + 1 : stop + 1]
@@ -82,12 +96,42 @@ class PackedSFTDataset(PackedDataset):
             shift = (begins[numbers] - first - 1)[of]
             np.add.at(changes, begin + shift, 1)
             np.subtract.at(changes, end + shift, 1)
-        size = int(pack.length.sum())
-        positions = np.arange(size) - np.repeat(begins, pack.length)
-        learned = np.where(np.cumsum(changes[:size]), np.concatenate(following), IGNORE_INDEX)
-        item, labels = self.item([(np.concatenate(inputs), positions, learned)], np.stack([begins, ends], axis=1))
-        return item | {"records": pack.record}, labels
+        size = int(own.sum())
+        positions = np.arange(size) - np.repeat(begins - pack.shared, own)
+        bounds, learned, more = np.stack([begins, ends], axis=1), np.cumsum(changes[:size]) > 0, dict[str, Any]()
+        if self.options.share_prefixes:
+            weights = np.zeros((2, self.seq_len))
+            _add_weights(weights, begins, pack)
+            bounds, learned = np.column_stack([bounds, pack.shared]), weights[0, :size] > 0
+            more["label_weights"] = torch.from_numpy(weights)
+        labelled = np.where(learned, np.concatenate(following), IGNORE_INDEX)
+        item, labels = self.item([(np.concatenate(inputs), positions, labelled)], bounds)
+        return item | more | {"records": pack.record}, labels
 
     def identity(self) -> dict[str, Any]:
-        """All that the stream of packs depends on, what happens to long documents included."""
-        return super().identity() | {"long_documents": self.long_documents}
+        """All that the stream of packs depends on, what happens to long documents and to common beginnings included."""
+        own = {"long_documents": self.long_documents, "share_prefixes": self.options.share_prefixes}
+        return super().identity() | own
+
+
+def _add_weights(weights: np.ndarray, begins: np.ndarray, pack: Pack) -> None:
+    """Adds what the labels of each piece weigh, see `PackedSFTDataset`. begins: int64 [n], where the own positions of
+    each piece begin in the pack."""
+    path: list[tuple[int, int]] = []  # (first position of a piece, place in the pack) of the runs that it lies in
+    for number, (shared, begin) in enumerate(zip(pack.shared.tolist(), begins.tolist(), strict=True)):
+        path = [run for run in path if run[0] < shared] + [(shared, begin)]
+        learned = _learned(pack, number)
+        where = np.concatenate(
+            [
+                place + np.flatnonzero(learned[first:last])
+                for (first, place), last in zip(path, [*(first for first, _ in path[1:]), len(learned)], strict=True)
+            ]
+        )
+        weights[:, where] += [[1], [1 / len(where)]]
+
+
+def _learned(pack: Pack, number: int) -> np.ndarray:
+    """bool [length]: which positions of a piece have a label."""
+    tokens = pack.tokens[int(pack.block[number])]
+    first = int(tokens.bounds[pack.index[number]] + pack.start[number]) + 1
+    return tokens.document(first, first + int(pack.length[number])).loss_mask

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.data.packs.epoch_order import EpochOrder
 from torchtitan_magi.data.packs.pack_options import PackOptions
 from torchtitan_magi.data.packs.plan_cache import PlanCache
@@ -42,14 +43,15 @@ T = TypeVar("T")
 class Pack:
     """The n pieces of a pack, in its order, with their tokens.
 
-    block, index, start, length: int64 [n], see `Pieces`; record: int64 [n], numbers of the records in the corpus;
-    tokens: block -> its tokens.
+    block, index, start, length: int64 [n], see `Pieces`; shared: int64 [n], see `Trees`; record: int64 [n], numbers of
+    the records in the corpus; tokens: block -> its tokens.
     """
 
     block: np.ndarray
     index: np.ndarray
     start: np.ndarray
     length: np.ndarray
+    shared: np.ndarray
     record: np.ndarray
     tokens: dict[int, TokenBlock]
 
@@ -57,7 +59,7 @@ class Pack:
 def pack_of_padding() -> Pack:
     """A pack without a piece."""
     nothing = np.zeros(0, np.int64)
-    return Pack(nothing, nothing, nothing, nothing, nothing, {})
+    return Pack(nothing, nothing, nothing, nothing, nothing, nothing, {})
 
 
 class Blocks:
@@ -73,9 +75,11 @@ class Blocks:
             self._opened[block] = self.tokens.open(block, cancelled or threading.Event())
         return self._opened[block]
 
-    def remake(self, block: int) -> None:
-        """Makes the damaged tokens of a block again."""
-        self._opened[block] = self.tokens.remake(block)
+    def open_sound(self, block: int, indices: np.ndarray) -> TokenBlock:
+        """The tokens of a block, made again if those of these records are damaged."""
+        while not self.open(block).are_sound(indices):
+            self._opened[block] = self.tokens.remake(block)
+        return self.open(block)
 
 
 @dataclass(frozen=True)
@@ -127,16 +131,13 @@ class Window:
         except Damaged:
             self.plan = self.replan()
             rows = self.plan.rows_of(number)
-        block, index, start, length = rows.T.astype(np.int64)
+        block, index, start, length, shared = rows.T.astype(np.int64)
         tokens = {each: self._tokens(each, index[block == each]) for each in dict.fromkeys(block.tolist())}
-        return Pack(block, index, start, length, self.records.block_firsts[block] + index, tokens)
+        return Pack(block, index, start, length, shared, self.records.block_firsts[block] + index, tokens)
 
     def _tokens(self, block: int, indices: np.ndarray) -> TokenBlock:
         """The tokens of a block, of which those of these records are needed."""
-        tokens = self.blocks.open(block)
-        while not tokens.are_sound(indices):
-            self.blocks.remake(block)
-            tokens = self.blocks.open(block)
+        tokens = self.blocks.open_sound(block, indices)
         for index in tokens.malformed.keys() & indices.tolist():  # it was not when it was packed
             where = self.records.where(int(self.records.block_firsts[block]) + index)
             raise ValueError(f"{where}: {tokens.malformed[index]}")
@@ -144,14 +145,15 @@ class Window:
 
 
 class WindowCount(NamedTuple):
-    """What is to come of a window: packs, and the records read for them; 0 records if some of its packs are given out.
+    """What is to come of a window: packs, and the counts of the records read for them; these are 0 if some of its packs
+    are given out.
 
     last: whether it is the epoch's last.
     """
 
     epoch: int
     packs: int
-    records: int
+    counts: PackingCounts
     last: bool
 
 
@@ -204,8 +206,8 @@ class PackStream:
         """
         for window in self._windows(cursor, threading.Event()):
             given = window.begin.given
-            records = 0 if given else window.plan.counts.documents
-            yield WindowCount(window.begin.epoch, window.plan.num_packs - given, records, window.last)
+            counts = PackingCounts() if given else window.plan.counts
+            yield WindowCount(window.begin.epoch, window.plan.num_packs - given, counts, window.last)
 
     def order_of(self, epoch: int) -> EpochOrder:
         """The order in which an epoch reads the records."""
@@ -249,7 +251,9 @@ class PackStream:
 
         def make(cancelled: threading.Event) -> WindowPlan:
             open_block = functools.partial(blocks.open, cancelled=cancelled)
-            return plan_window(self.records, order, cursor, self.make_pieces, self.options.seq_len, open_block)
+            return plan_window(
+                self.records, order, cursor, self.make_pieces, self.options, open_block, blocks.open_sound
+            )
 
         if self.plans is None or order.num_records(cursor.window) < _FEWEST_KEPT:
             plan, replan = make(cancelled), functools.partial(make, threading.Event())

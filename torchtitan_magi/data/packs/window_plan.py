@@ -15,6 +15,8 @@ import numpy as np
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts, pack_best_fit
 from torchtitan_magi.data.packs.epoch_order import EpochOrder
+from torchtitan_magi.data.packs.pack_options import PackOptions
+from torchtitan_magi.data.packs.prefix_trees import Run, Trees, grow_trees
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.tokens.array_file import Damaged, Layout
 from torchtitan_magi.data.tokens.token_block import TokenBlock
@@ -24,6 +26,7 @@ PACKING_VERSION = 2  # of the way from records to packs
 
 _INDEX = {"bounds": np.int64, "checksums": np.uint32, "carried": np.int64}
 _FILE = Layout(b"magiplan", _INDEX, "rows")
+_COLUMNS = 5  # of rows
 _FULL = 0.98  # a pack filled to this fraction is never carried over
 _MAX_CARRIED = 1 / 8  # fraction of a window's packs; at least one pack
 _MAX_MALFORMED = 10  # that a plan names
@@ -111,7 +114,8 @@ def unreadable_state(error: BaseException) -> ValueError:
 class WindowPlan:
     """A window of p packs.
 
-    rows: int32 [n * 4], (block, index of the record in it, start, length) of each piece, pack by pack, see `Pieces`;
+    rows: int32 [n * 5], (block, index of the record in it, start, length, shared) of each piece, pack by pack, see
+    `Pieces` and `prefix_trees`;
     bounds: int64 [p + 1], first row of each pack, and n; checksums: uint32 [p], CRC-32 of each pack's rows; carried:
     int64 [k, 2], (record, start) of each piece that is carried into the next window; counts: of this window alone;
     malformed: the first records left out and what is wrong with them; notes: what the chat template left out of records
@@ -132,12 +136,12 @@ class WindowPlan:
         return len(self.checksums)
 
     def rows_of(self, number: int) -> np.ndarray:
-        """int32 [n, 4]: the rows of a pack. Raises Damaged if they are not as they were written."""
+        """int32 [n, 5]: the rows of a pack. Raises Damaged if they are not as they were written."""
         first, last = self.bounds[number : number + 2].tolist()
-        rows = self.rows[4 * first : 4 * last]
+        rows = self.rows[_COLUMNS * first : _COLUMNS * last]
         if zlib.crc32(rows.data) != self.checksums[number]:
             raise Damaged
-        return rows.reshape(-1, 4)
+        return rows.reshape(-1, _COLUMNS)
 
     def write(self, path: str) -> None:
         """Writes a file, whole or not at all. Raises OSError."""
@@ -157,10 +161,18 @@ def plan_window(
     order: EpochOrder,
     cursor: Cursor,
     make_pieces: MakePieces,
-    seq_len: int,
+    options: PackOptions,
     open_block: Callable[[int], TokenBlock],
+    open_sound: Callable[[int, np.ndarray], TokenBlock],
 ) -> WindowPlan:
-    """Packs the window at the cursor; `seq_len` positions a pack. make_pieces: a pure function."""
+    """Packs the window at the cursor.
+
+    Args:
+        make_pieces: a pure function.
+        open_block: opens the tokens of a block.
+        open_sound: the same, when those of these records have been compared with their checksums.
+    """
+    seq_len = options.seq_len
     found: list[tuple[int, Pieces]] = []
     counts, malformed, notes = PackingCounts(), [], dict[str, tuple[int, int]]()
     of_block, index = _places(records, cursor)
@@ -181,28 +193,38 @@ def plan_window(
         counts += more + PackingCounts(documents=len(bad), skipped=len(bad))
     of_block = np.repeat(np.array([block for block, _ in found], np.int64), [len(pieces) for _, pieces in found])
     pieces = Pieces.concatenate([pieces for _, pieces in found])
+    trees = Trees.of_single(len(pieces))
+    if options.share_prefixes:
+        trees = grow_trees([_run(open_sound(block, those.index), those) for block, those in found], seq_len)
     last = cursor.window + 1 == order.num_windows
     seed = None if order.seed is None else [order.seed, cursor.epoch, 1 + cursor.window]
-    packs, carried = _pack(pieces.length, seq_len, seed, last)
-    rows_of_packs = np.array([*chain(*packs)], np.int64)
-    bounds = np.cumsum([0, *map(len, packs)])
+    packs, carried = _pack(trees.lengths(pieces.length), seq_len, seed, last)
+    picked, shared = trees.pieces_of(np.array([*chain(*packs)], np.int64))
+    bounds = trees.bounds_of(packs)
     table = np.stack([of_block, pieces.index, pieces.start, pieces.length], axis=1)
-    rows = table[rows_of_packs].astype(np.int32).reshape(-1)
+    rows = np.column_stack([table[picked], shared]).astype(np.int32).reshape(-1)
     counts += PackingCounts(
         packs=len(packs),
-        pieces=len(rows_of_packs),
-        tokens=int(pieces.length[rows_of_packs].sum()),
+        pieces=len(picked),
+        tokens=int((pieces.length[picked] - shared).sum()),
+        shared_tokens=int(shared.sum()),
         slots=len(packs) * seq_len,
     )
+    left, _ = trees.pieces_of(np.array(carried, np.int64))
+    of_packs = np.split(rows, _COLUMNS * bounds[1:-1])[: len(packs)]
     return WindowPlan(
         rows,
         bounds,
-        np.array([zlib.crc32(pack.data) for pack in np.split(rows, 4 * bounds[1:-1])][: len(packs)], np.uint32),
-        np.stack([records.block_firsts[of_block[carried]] + pieces.index[carried], pieces.start[carried]], axis=1),
+        np.array([zlib.crc32(pack.data) for pack in of_packs], np.uint32),
+        np.stack([records.block_firsts[of_block[left]] + pieces.index[left], pieces.start[left]], axis=1),
         counts,
         malformed[:_MAX_MALFORMED],
         notes,
     )
+
+
+def _run(tokens: TokenBlock, pieces: Pieces) -> Run:
+    return Run(tokens.tokens, tokens.bounds[tokens.parts * pieces.index] + pieces.start, pieces.length)
 
 
 def blocks_carried(records: Corpus, cursor: Cursor) -> list[int]:
@@ -234,9 +256,9 @@ def _carried_pieces(
 
 
 def _pack(lengths: np.ndarray, seq_len: int, seed: list[int] | None, last: bool) -> tuple[list[list[int]], list[int]]:
-    """The packs of a window, and the pieces that are carried into the next; pieces are named by their number.
+    """The packs of a window, and the trees that are carried into the next; trees are named by their number.
 
-    seed: of the order of the packs; None: the order of the pieces, as far as packing allows. last: of the epoch.
+    seed: of the order of the packs; None: the order of the trees, as far as packing allows. last: of the epoch.
     """
     packs = pack_best_fit(lengths, seq_len)
     fill = np.array([lengths[pack].sum() for pack in packs], dtype=np.int64)
@@ -250,4 +272,4 @@ def _pack(lengths: np.ndarray, seq_len: int, seed: list[int] | None, last: bool)
     else:
         packs = [sorted(pack) for pack in packs]
         chosen = chosen[np.argsort([packs[pack][0] for pack in chosen], kind="stable")]
-    return [packs[pack] for pack in chosen], [row for pack in np.flatnonzero(~keep) for row in packs[pack]]
+    return [packs[pack] for pack in chosen], [tree for pack in np.flatnonzero(~keep) for tree in packs[pack]]

@@ -1,5 +1,6 @@
 """A microbatch: what its loader gave, what was planned for it, and what its objective counts in it."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from torchtitan_magi.attention.bound_plan import IndexData
 from torchtitan_magi.losses import IGNORE_INDEX
-from torchtitan_magi.masks.builders import causal_ranges, shared_prompt
+from torchtitan_magi.masks.builders import tree_causal
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.plan import AttnPlan
+from torchtitan_magi.training.batches.branches import Nodes, nodes_of, of_documents, of_pairs
 
 MICROBATCH = "microbatch"  # its key beside "input" in the dict that torchtitan's Trainer hands on
 Batch = tuple[dict[str, Any], Tensor]  # "input" and MICROBATCH; labels
-_FROM_LOADERS = ("input", "documents", "pairs", "records", "pair_ids")  # the rest is for the model
+_FROM_LOADERS = ("input", "documents", "pairs", "records", "pair_ids", "label_weights")  # the rest is for the model
 
 
 @dataclass(eq=False)
@@ -28,11 +30,15 @@ class Microbatch:
     Args:
         tokens: int64 [batch, seq_len], the rows planned as one pack.
         labels: int64 [batch, seq_len]; None where nobody asks for them.
-        bounds: int32 [n, 2], the token ranges of documents over the flattened batch; or int32 [n, 4] of preference
-            pairs: start of the prompt, of chosen and of rejected, and the end.
-        records: int64 [n], the numbers of their records in the data set; None where nobody has counted records.
+        branches: int64 [n, 3], the documents over the flattened batch, see ``branches``; of preference pairs two each,
+            chosen and rejected.
+        records: int64, the number of each document's or pair's record in the data set; None where nobody has counted
+            records.
         model_inputs: what the model is called with besides: "positions", int32 [batch, seq_len], if they are not to run
             over the pack.
+        has_pairs: whether branches are those of preference pairs.
+        label_weights: float64 [batch, 2, seq_len], what each label weighs in a mean over labels and in one over
+            documents, where several documents may share it; None: all in a document weigh the same.
 
     Attributes:
         plans: one for each kind of layers; indices: this rank's index data of each, on the host.
@@ -43,41 +49,51 @@ class Microbatch:
 
     tokens: Tensor
     labels: Tensor | None
-    bounds: npt.NDArray[np.int32]
+    branches: npt.NDArray[np.int64]
     records: npt.NDArray[np.int64] | None
     model_inputs: dict[str, Any]
+    has_pairs: bool = False
+    label_weights: Tensor | None = None
     plans: tuple[AttnPlan, ...] = ()
     indices: tuple[IndexData, ...] = ()
     labelled: Tensor | None = None
     planning_seconds: float = 0.0
-    num_items: int = 0
+    num_items: float = 0
     weights: Tensor | None = None
     content: int = 0
 
     @classmethod
     def of(cls, inputs: dict[str, Any], labels: Tensor | None, eos_id: int | None) -> "Microbatch":
-        """A microbatch of a loader's inputs: tokens as "input", boundaries as "documents" or "pairs"; without either,
-        documents end with EOS.
+        """A microbatch of a loader's inputs: tokens as "input", boundaries as "documents" (with three columns
+        branches) or "pairs"; without either, documents end with EOS.
 
         Raises:
             ValueError: neither boundaries nor an eos_id.
         """
-        bounds = inputs.get("pairs", inputs.get("documents"))
-        if bounds is None:
-            bounds = documents_from_eos(inputs["input"], eos_id)
         model_inputs = {name: value for name, value in inputs.items() if name not in _FROM_LOADERS}
-        records = inputs.get("records", inputs.get("pair_ids"))
-        return cls(inputs["input"], labels, bounds, records, model_inputs)
+        if has_pairs := "pairs" in inputs:
+            branches = of_pairs(inputs["pairs"])
+        else:
+            documents = inputs.get("documents")
+            branches = of_documents(documents_from_eos(inputs["input"], eos_id) if documents is None else documents)
+        records, weights = inputs.get("records", inputs.get("pair_ids")), inputs.get("label_weights")
+        return cls(inputs["input"], labels, branches, records, model_inputs, has_pairs, weights)
+
+    @functools.cached_property
+    def nodes(self) -> Nodes:
+        """The nodes of the branches."""
+        return nodes_of(self.branches)
 
     @property
-    def ranges(self) -> npt.NDArray[np.int32]:
-        """int32 [n, 2]: token ranges of documents or whole pairs."""
-        return self.bounds[:, [0, -1]]
+    def pairs(self) -> npt.NDArray[np.int64]:
+        """int64 [n, 2, 3]: the branches of preference pairs, chosen and rejected."""
+        assert self.has_pairs
+        return self.branches.reshape(-1, 2, 3)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the documents or pairs, without padding."""
-        return int(np.diff(self.ranges, axis=1).sum())
+        return int((self.branches[:, 1] - self.branches[:, 0]).sum())
 
     @property
     def num_labels(self) -> int:
@@ -93,18 +109,15 @@ class Microbatch:
 
     def masks(self, windows: Sequence[int]) -> list[AttnSlices]:
         """What attends to what, for each window: how many tokens a row sees at most; 0: all of its document."""
-        if self.bounds.shape[1] == 4:
-            lengths, starts = np.diff(self.bounds, axis=1), self.bounds[:, 0]
-            return [shared_prompt(lengths, starts, window or None) for window in windows]
-        start, end = self.bounds.astype(np.int64).T
-        return [AttnSlices(causal_ranges(start, end, window or None)) for window in windows]
+        start, end, parent, _ = self.nodes
+        return [tree_causal(end - start, parent, start, window or None) for window in windows]
 
     def digest(self) -> int:
         """63 bits that stand for tokens, labels and documents, by which ranks tell whether they have the same."""
         digest = hashlib.blake2b(digest_size=8)
-        for array in (self.tokens.numpy(), None if self.labels is None else self.labels.numpy(), self.bounds):
+        for array in (self.tokens, self.labels, self.branches, self.label_weights):
             if array is not None:
-                digest.update(array.tobytes())
+                digest.update(np.asarray(array).tobytes())
         return int.from_bytes(digest.digest()) >> 1
 
     def check_tokens(self, vocab_size: int) -> None:
@@ -154,14 +167,6 @@ def on_device(batch: Batch, device: torch.device | str) -> Batch:
     """A batch with its tokens and labels on the device, as torchtitan's Trainer brings them there."""
     inputs, labels = batch
     return inputs | {"input": inputs["input"].to(device)}, labels.to(device)
-
-
-def positions_in(documents: npt.NDArray[np.int32], tokens: Tensor) -> Tensor:
-    """int32 [batch, seq_len] like tokens: restarting at 0 with every document, int [n, 2] of the flattened batch."""
-    starts = np.zeros(tokens.numel(), np.int64)
-    starts[documents[:, 0]] = documents[:, 0]
-    positions = np.arange(tokens.numel()) - np.maximum.accumulate(starts)
-    return torch.from_numpy(positions.astype(np.int32)).view(tokens.shape)
 
 
 def documents_from_eos(tokens: Tensor, eos_id: int | None) -> npt.NDArray[np.int32]:

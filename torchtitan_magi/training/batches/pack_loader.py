@@ -178,7 +178,8 @@ def build_dataloader(
         if pairs := section.dataset == DPO_DATASET:
             dataset = PackedPairDataset(path, chat.pair, *shard, shared_prompt=magi.dpo.shared_prompt, **options)
         else:
-            dataset = PackedSFTDataset(path, chat, *shard, long_documents=magi.long_documents, **options)
+            own = {"long_documents": magi.long_documents, "share_prefixes": magi.share_prefixes}
+            dataset = PackedSFTDataset(path, chat, *shard, **own, **options)
         rank, size = rank_and_size()
         if magi.bad_records == "error":  # in all records, each rank in its share
             dataset.check(rank, size)

@@ -19,7 +19,8 @@ from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.planning.plan import make_plans
 from torchtitan_magi.planning.summary import describe_plan
-from torchtitan_magi.training.batches.microbatch import Microbatch, positions_in
+from torchtitan_magi.training.batches.branches import positions_of
+from torchtitan_magi.training.batches.microbatch import Microbatch
 from torchtitan_magi.training.process.groups import Group, rank_and_size_in
 from torchtitan_magi.training.settings.options import Magi
 
@@ -115,7 +116,8 @@ class MagiRuntime:
         if self.magi.positions == "pack":
             batch.model_inputs.pop("positions", None)
         elif self.magi.positions == "document" and "positions" not in batch.model_inputs:
-            batch.model_inputs["positions"] = positions_in(batch.ranges, batch.tokens)
+            positions = positions_of(batch.branches, batch.tokens.numel())
+            batch.model_inputs["positions"] = torch.from_numpy(positions).view(batch.tokens.shape)
         batch.planning_seconds = time.perf_counter() - started
         return batch
 

@@ -25,12 +25,13 @@ FEW_RECORDS = 200_000  # are packed in a second or two
 class Passes:
     """What was counted, over all ranks.
 
-    packs: up to the last epoch, or as many as the run needs; per_epoch: those of the first; is_whole, is_exact: whether
-    all packs and those of the first epoch were counted.
+    packs: up to the last epoch, or as many as the run needs; per_epoch: those of the first; counts: of what was counted
+    in the first; is_whole, is_exact: whether all packs and those of the first epoch were counted.
     """
 
     packs: int
     per_epoch: float
+    counts: PackingCounts
     is_whole: bool = False
     is_exact: bool = False
 
@@ -128,17 +129,17 @@ class RunLength:
             most = self.steps_given * self.packs_per_step
         if not dataset.has_tokens and is_first_rank():
             logger.info("magi.epochs: making the tokens and counting the packs, by which the run's steps are set")
-        total, packs, records, first, is_exact = dataset.records_per_epoch, 0, 0, 0.0, False
+        total, packs, counts, first, is_exact = dataset.records_per_epoch, 0, PackingCounts(), 0.0, False
         with _bar(self.epochs * total) as bar:
             for window in dataset.count_packs():
                 packs += window.packs
-                bar.update(window.records)
+                bar.update(window.counts.documents)
                 if window.epoch == 0:
-                    records += window.records
-                    first, is_exact = packs * total / records, window.last
+                    counts += window.counts
+                    first, is_exact = packs * total / counts.documents, window.last
                 if packs >= most:
-                    return Passes(packs, first, is_exact=is_exact)
-        return Passes(packs, first, is_whole=True, is_exact=True)
+                    return Passes(packs, first, counts, is_exact=is_exact)
+        return Passes(packs, first, counts, is_whole=True, is_exact=True)
 
     def _say_steps(self, passes: Passes) -> None:
         """What ends a run with ``magi.epochs``."""
@@ -158,15 +159,15 @@ class RunLength:
         if not dataset.has_tokens or dataset.records_per_epoch > FEW_RECORDS:
             self.loader.tell_counts = lambda counts: self._say_fewer(self._estimate(counts))
             return
-        packs = 0
+        counts = PackingCounts()
         for window in dataset.count_packs():
-            packs += window.packs
+            counts += window.counts
             if window.last:
                 break
-        self._say_fewer(Passes(packs, packs, is_exact=True))
+        self._say_fewer(Passes(counts.packs, counts.packs, counts, is_exact=True))
 
     def _estimate(self, counts: PackingCounts) -> Passes:
-        return Passes(counts.packs, self.loader.dataset.packs_per_epoch(counts))
+        return Passes(counts.packs, self.loader.dataset.packs_per_epoch(counts), counts)
 
     def _say_fewer(self, passes: Passes) -> None:
         if self._epochs(passes) > MANY_EPOCHS:
@@ -183,6 +184,22 @@ class RunLength:
         run = f"{_number(steps, 'step')} are {about}{epochs}{f': {text}' if text else ''}"
         if is_first_rank():
             logger.log(level, f"The data are {about}{per_epoch} per epoch; {run}")
+            if self.loader.dataset.options.share_prefixes:
+                logger.info(f"magi.share_prefixes: {self._sharing(passes)}")
+
+    def _sharing(self, passes: Passes) -> str:
+        """What common beginnings save, and what that does to steps."""
+        counts, steps = passes.counts, passes.per_epoch / self.packs_per_step
+        if not counts.shared_tokens:
+            return f"no two of {counts.documents:,} records that are packed together begin with the same tokens"
+        whole = counts.tokens + counts.shared_tokens
+        times, records = whole / counts.tokens, self.packs_per_step * counts.pieces / counts.packs
+        return (
+            f"{counts.tokens:,} tokens in place of {whole:,} in {counts.documents:,} records; a step takes about "
+            f"{_number(records, 'record')} in place of {_number(records / times)}, an epoch about "
+            f"{_number(steps, 'step')} in place of {_number(steps * times)}, and training.steps and the learning rate "
+            "count such steps"
+        )
 
     def _epochs(self, passes: Passes) -> float:
         """How many epochs the run has."""
@@ -225,10 +242,10 @@ def _schedule(schedule: dict[str, int]) -> str:
     return f"{_number(schedule['steps'], 'step')} with {schedule['warmup']:,} of warm-up"
 
 
-def _number(number: float, noun: str) -> str:
-    """Such as "1,234 packs", "0.25 steps" or "1 epoch"."""
+def _number(number: float, noun: str = "") -> str:
+    """Such as "1,234 packs", "0.25 steps" or "1 epoch"; without a noun "1,234"."""
     text = f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
-    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
+    return f"{text} {noun}{'s' * (text != '1')}" if noun else text
 
 
 def _bar(num_records: int) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from torchtitan_magi.training.batches.microbatch import Microbatch
@@ -38,18 +39,25 @@ class DocumentLosses:
         if self.losses is None:
             return []
         losses = self.losses.double().cpu().numpy()
-        numbers = np.arange(len(losses))
-        if self.batch.bounds.shape[1] == 2:
-            tokens, labelled = self.batch.indices[0].share.tokens, self.batch.labelled
-            own = tokens if labelled is None else tokens[labelled.numpy()]
-            numbers = np.searchsorted(self.batch.bounds[:, 0], own, side="right") - 1
-        sums, counts = np.bincount(numbers, losses), np.bincount(numbers)
+        sums, counts = (losses, np.ones_like(losses)) if self.batch.has_pairs else self._of_documents(losses)
         return [(self._name(n, where, place), float(sums[n]), int(counts[n])) for n in np.flatnonzero(counts).tolist()]
+
+    def _of_documents(self, losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """[2, n]: the sum of the losses of each document, with those it shares, and how many they are."""
+        tokens, labelled, nodes = self.batch.indices[0].share.tokens, self.batch.labelled, self.batch.nodes
+        own = tokens if labelled is None else tokens[labelled.numpy()]
+        node = np.searchsorted(nodes.start, own, side="right") - 1
+        values = losses, np.ones_like(losses)
+        found: npt.NDArray[np.float64] = np.stack([np.bincount(node, each, len(nodes.start)) for each in values])
+        for number in np.flatnonzero(nodes.parent >= 0).tolist():  # a parent comes before its children
+            found[:, number] += found[:, nodes.parent[number]]
+        return found[:, nodes.last]
 
     def _name(self, number: int, where: Where | None, place: str) -> str:
         if self.batch.records is not None and where is not None:
             return where(int(self.batch.records[number]))
-        begin, end = self.batch.ranges[number].tolist()
+        of_each = self.batch.branches.reshape(-1, 2 if self.batch.has_pairs else 1, 3)
+        begin, end = of_each[number, 0, 0], of_each[number, -1, 1]
         return f"tokens {begin} to {end - 1} of {place}"
 
 

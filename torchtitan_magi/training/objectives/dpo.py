@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_magi.losses.boundaries import branches, num_labels
+from torchtitan_magi.losses.boundaries import branch_numbers, num_labels
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
 from torchtitan_magi.training.batches.microbatch import MICROBATCH, LocalBatch, Microbatch, Process
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses
@@ -22,7 +22,7 @@ class PairBatch:
     """This rank's tokens of a microbatch of pairs, ready for a model."""
 
     local: LocalBatch
-    branch: Tensor  # int32 [b, s], see boundaries.branches
+    branch: Tensor  # int32 [b, s], see boundaries.branch_numbers
     pair_ids: Tensor  # int64 [n], the number of each pair's record
     num_labels: Tensor  # int64 [n, 2], of chosen and rejected
     cp_group: Group
@@ -30,16 +30,16 @@ class PairBatch:
 
     def logprobs(self, model: LogprobModel) -> Tensor:
         """float64 [n, 2]: summed log-probabilities of chosen and rejected."""
-        return branch_sums(model(self.local).flatten(), self.branch.flatten(), len(self.pair_ids), self.cp_group)
+        logprobs, branch = model(self.local).flatten(), self.branch.flatten()
+        return branch_sums(logprobs, branch, 2 * len(self.pair_ids), self.cp_group).view(-1, 2)
 
 
 def read_pairs(inputs: dict[str, Any], labels: Tensor, process: Process, cp_group: Group) -> PairBatch:
     """See ``Objective.read``. cp_group: the context-parallel ranks."""
     batch: Microbatch = inputs[MICROBATCH]
     assert batch.labels is not None
-    pairs = batch.bounds
-    branch = branches(pairs, labels.numel()).reshape(labels.shape)
-    counts = num_labels(pairs[:, 1:3], pairs[:, 2:4], batch.labels.flatten().numpy())
+    branch = branch_numbers(batch.branches, labels.numel()).reshape(labels.shape)
+    counts = num_labels(batch.pairs[..., 0], batch.pairs[..., 1], batch.labels.flatten().numpy())
     branch, pair_ids, counts = (torch.from_numpy(x).to(labels.device) for x in (branch, batch.records, counts))
     local = process(inputs, labels)
     return PairBatch(local, local.take(branch), pair_ids, counts, cp_group)
@@ -77,7 +77,7 @@ class DPO(Objective):
         self.sums.clear()
 
     def count_items(self, batch: Microbatch) -> int:
-        return len(batch.bounds)
+        return len(batch.pairs)
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
         return replace(read_pairs(inputs, labels, process, self.cp_group), kept=self.keep(inputs[MICROBATCH]))

@@ -44,7 +44,7 @@ class Objective:
     num_loss_replicas = 1  # how many context-parallel ranks return one and the same loss
     kept: tuple[DocumentLosses, ...] = ()  # of the microbatches of a step that have been read
 
-    def count_items(self, batch: Microbatch) -> int:
+    def count_items(self, batch: Microbatch) -> float:
         """The number of items of a microbatch; by default the number of labels. May set the weights of its tokens."""
         return batch.num_labels
 
@@ -101,11 +101,15 @@ class SFT(Objective):
     def __init__(self, model: LogprobModel | None, per: str) -> None:
         self.model, self.per = model, per
 
-    def count_items(self, batch: Microbatch) -> int:
+    def count_items(self, batch: Microbatch) -> float:
+        if batch.label_weights is not None:
+            of_labels = batch.label_weights[:, ("token", "document").index(self.per)]
+            batch.weights = of_labels.float()
+            return of_labels.sum().item()
         if self.per == "token":
             return super().count_items(batch)
         assert batch.labels is not None
-        weights, num_documents = document_weights(batch.bounds, batch.labels.flatten().numpy())
+        weights, num_documents = document_weights(batch.branches[:, :2], batch.labels.flatten().numpy())
         batch.weights = torch.from_numpy(weights).view(batch.labels.shape)
         return num_documents
 

@@ -41,7 +41,7 @@ def validate(
         model.eval()
     objective.start_step()
     loss_sum = torch.zeros((), device=device)
-    num_items = torch.zeros((), dtype=torch.int64)
+    num_items = torch.zeros((), dtype=torch.float64)
     batches = iter(batches)
     while group := list(islice(batches, 1 if pipeline is None else pipeline.num_microbatches)):
         for inputs, labels in group:
@@ -60,7 +60,7 @@ def validate(
         reduced(loss_sum, group_of(dims, axis))
     total_items = reduced(num_items.to(device), group_of(dims, "batch")).item()
     metrics = {f"validation_metrics/{name}": value for name, value in objective.metrics().items()}
-    metrics_processor.log_validation(loss_sum.item() / max(total_items, 1), step, metrics)
+    metrics_processor.log_validation(loss_sum.item() / (total_items or 1), step, metrics)
     for model in models:
         model.train()
 

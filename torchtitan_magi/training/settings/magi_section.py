@@ -36,6 +36,11 @@ def check_options(magi: Magi) -> None:
         raise ValueError(
             f"magi.epochs is {quoted(magi.epochs)}; use a number of passes over the data, or -1 for no end"
         )
+    if magi.share_prefixes and magi.positions == "pack":
+        raise ValueError(
+            'magi.share_prefixes is true and magi.positions "pack", but records that share their beginning share its '
+            'positions, too; use "auto"'
+        )
     check_rank(magi.lora)
     _check_date(magi.template_date)
     if magi.cost_model:

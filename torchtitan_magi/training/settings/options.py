@@ -92,6 +92,11 @@ class Magi:
     long_documents: Literal["truncate", "split"] = "truncate"
     """Cut documents longer than training.seq_len tokens at the end, or split them into several. For dataset "sft"."""
 
+    share_prefixes: bool = False
+    """Compute the common beginnings of records once: records that are packed together and begin with the same 128
+    tokens or more become a tree, whose losses and gradients are those of each record by itself. A step takes more
+    records then; the run says how many. For dataset "sft"."""
+
     epochs: int = -1
     """Number of passes over the data, which sets training.steps and the schedule of the learning rate; -1: no end.
     Lower training.steps end both earlier; left at 10,000 they count as not given. For datasets "sft" and "dpo"."""

@@ -77,6 +77,11 @@ def _check_section(job_config: Any, name: str, titans: Iterable[str]) -> None:
             f'magi.loss_per is "document" and {name}.dataset {quoted(section.dataset)}; it needs the documents of '
             f'dataset {SFT_DATASET!r}: use that, or "token"'
         )
+    if job_config.magi.share_prefixes and section.dataset != SFT_DATASET:
+        raise ValueError(
+            f"magi.share_prefixes is true and {name}.dataset {quoted(section.dataset)}; it is for the documents of "
+            f"dataset {SFT_DATASET!r}: use that, or false (pairs share their prompt by magi.dpo.shared_prompt)"
+        )
 
 
 def _check_validation(job_config: Any) -> None:
@@ -94,8 +99,12 @@ def _check_validation(job_config: Any) -> None:
 
 def _check_objective(job_config: Any, has_objectives: bool) -> None:
     magi, training = job_config.magi, job_config.training
-    if not has_objectives and (magi.loss_per == "document" or training.dataset == DPO_DATASET):
-        what = f"training.dataset is {DPO_DATASET!r}" if magi.loss_per == "token" else 'magi.loss_per is "document"'
+    ours = {
+        f"training.dataset is {DPO_DATASET!r}": training.dataset == DPO_DATASET,
+        'magi.loss_per is "document"': magi.loss_per == "document",
+        "magi.share_prefixes is true": magi.share_prefixes,
+    }
+    for what in (what for what, is_so in ours.items() if is_so and not has_objectives):
         raise ValueError(f"{what}, which torchtitan's own entry point does not know; start it with {ENTRY}")
     if training.dataset == DPO_DATASET:
         check_options_for_pairs(magi)

@@ -1,0 +1,143 @@
+"""Pieces that begin with the same tokens, as trees in which a common beginning stands once.
+
+Two pieces have a position in common if they agree in all tokens up to it and in the token after it, which is its label.
+The last token before they part has two targets, so it stands again at the beginning of both branches.
+
+A tree is a list of its pieces, depth first, each with the number of positions that it has in common with the piece
+before it; only the others stand in the pack. Branches of a fork follow each other in the order of the window, not by
+their tokens, so that what lies together in a pack is as mixed as ever.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan_magi.data.tokens.documents import num_common
+
+SHORTEST = 128
+"""Positions between two forks, at least, and between the beginning of a tree and its first: rows of a kernel's tile."""
+
+_FACTORS = np.random.default_rng(0).integers(2**63, size=2**10, dtype=np.uint64) | np.uint64(1)
+
+
+class Run(NamedTuple):
+    """Pieces of one block: its tokens, int32 [t], and of n pieces the first token and the number of positions, int64
+    [n]. A piece has one token more than positions."""
+
+    tokens: np.ndarray
+    first: np.ndarray
+    length: np.ndarray
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Trees of n pieces; a piece that has nothing in common with others is one by itself.
+
+    order: int64 [n], numbers of the pieces, tree by tree, depth first, by the lowest number in each tree; shared: int64
+    [n], how many positions each has in common with the one before it; 0: it begins a tree.
+    """
+
+    order: np.ndarray
+    shared: np.ndarray
+
+    @classmethod
+    def of_single(cls, num_pieces: int) -> "Trees":
+        """A tree for each piece."""
+        return cls(np.arange(num_pieces), np.zeros(num_pieces, np.int64))
+
+    @functools.cached_property
+    def bounds(self) -> np.ndarray:
+        """int64 [trees + 1]: the first piece of each tree in ``order``, and n."""
+        return np.append(np.flatnonzero(self.shared == 0), len(self.order))
+
+    def lengths(self, length: np.ndarray) -> np.ndarray:
+        """int64 [trees]: positions that each takes. length: int64 [n], of the pieces."""
+        return np.diff(np.append(0, (length[self.order] - self.shared).cumsum())[self.bounds])
+
+    def pieces_of(self, trees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The pieces of these trees, and what they share, int64 each."""
+        first, count = self.bounds[trees], np.diff(self.bounds)[trees]
+        where = np.repeat(first - (count.cumsum() - count), count) + np.arange(count.sum())
+        return self.order[where], self.shared[where]
+
+    def bounds_of(self, packs: Sequence[Sequence[int]]) -> np.ndarray:
+        """int64 [packs + 1]: the first piece of each pack, which is a list of trees, and the number of all."""
+        sizes = np.diff(self.bounds).tolist()
+        return np.cumsum([0, *(sum(sizes[tree] for tree in pack) for pack in packs)])
+
+
+def grow_trees(runs: Sequence[Run], seq_len: int) -> Trees:
+    """The trees of pieces, which are numbered over all runs.
+
+    One that would take more than seq_len positions is cut between two pieces; the second part begins anew.
+    """
+    lengths = np.concatenate([np.zeros(0, np.int64), *(run.length for run in runs)])
+    tokens = _tokens_of_alike(runs)
+    found = np.array(sorted(tokens, key=lambda number: tokens[number].astype(">i4").tobytes()), np.int64)
+    agree = [num_common(tokens[one], tokens[two]) - 1 for one, two in pairwise(found.tolist())]
+    order, shared = _depth_first(found, np.maximum(0, [0, *agree][: len(found)]))
+    _cut(lengths[order], shared, seq_len)
+    alone = np.setdiff1d(np.arange(len(lengths)), order)
+    trees = Trees(np.concatenate([order, alone]), np.concatenate([shared, np.zeros_like(alone)]))
+    lowest = np.minimum.reduceat(trees.order, trees.bounds[:-1]) if len(trees.order) else trees.order
+    return Trees(*trees.pieces_of(np.argsort(lowest)))
+
+
+def _tokens_of_alike(runs: Sequence[Run]) -> dict[int, np.ndarray]:
+    """Number -> tokens of each piece whose first tokens may be those of another, by their hash."""
+    keys = np.concatenate([np.zeros(0, np.uint64), *map(_keys, runs)])
+    _, which, count = np.unique(keys, return_inverse=True, return_counts=True)
+    alike = (count[which] > 1) & (keys != 0)
+    found, before = {}, 0
+    for tokens, first, length in runs:
+        for number in np.flatnonzero(alike[before : before + len(first)]).tolist():
+            found[before + number] = tokens[first[number] : first[number] + length[number] + 1]
+        before += len(first)
+    return found
+
+
+def _keys(run: Run) -> np.ndarray:
+    """uint64 [n]: a hash of the first SHORTEST + 1 tokens of each piece; 0 where it has fewer."""
+    keys = np.zeros(len(run.first), np.uint64)
+    long = np.flatnonzero(run.length >= SHORTEST)
+    if len(long):
+        beginnings = np.lib.stride_tricks.sliding_window_view(run.tokens, SHORTEST + 1)[run.first[long]]
+        keys[long] = (beginnings.astype(np.uint64) * _FACTORS[: SHORTEST + 1]).sum(1) | np.uint64(1)
+    return keys
+
+
+def _depth_first(numbers: np.ndarray, common: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The order and what each piece shares with the one before it, see `Trees`.
+
+    A fork that lies less than SHORTEST behind the one above it moves up to that, as often as there are any.
+
+    Args:
+        numbers: of pieces sorted by their tokens. common: positions that each has in common with the one before it.
+    """
+    order, shared = list[int](), list[int]()
+    todo = [(0, len(numbers), 0, 0)] if len(numbers) else []
+    while todo:  # pieces first:last, the fork that they hang from, and what the first of them shares
+        first, last, above, of_first = todo.pop()
+        if last - first == 1:
+            order.append(int(numbers[first]))
+            shared.append(of_first)
+            continue
+        depth = int(common[first + 1 : last].min())
+        cuts = (first + 1 + np.flatnonzero(common[first + 1 : last] == depth)).tolist()
+        fork = depth if depth - above >= SHORTEST else above
+        branches = sorted(pairwise([first, *cuts, last]), key=lambda branch: int(numbers[slice(*branch)].min()))
+        todo += [(*branch, fork, fork if number else of_first) for number, branch in enumerate(branches)][::-1]
+    return np.array(order, np.int64), np.array(shared, np.int64)
+
+
+def _cut(length: np.ndarray, shared: np.ndarray, seq_len: int) -> None:
+    """Has a piece share nothing with the one before it where their tree would take more than seq_len positions."""
+    total = 0
+    for number, (whole, common) in enumerate(zip(length.tolist(), shared.tolist(), strict=True)):
+        total = total + whole - common if common else whole
+        if total > seq_len:
+            shared[number], total = 0, whole
