@@ -20,6 +20,7 @@ __all__ = ["PARTS", "RESULTS", "result", "sources", "table"]
 OWNERS = (
     "bench_cp",
     "bench_data",
+    "bench_dealing",
     "bench_kernel",
     "bench_models",
     "bench_plan",

@@ -105,7 +105,9 @@ def train_sft(folder: Path, path: Path, per: str = "token", seq_len: int = SEQ_L
     documents = [document(tokenizer, record, seq_len) for record in records(path)]
     optimizer, schedule = optimizer_of(model)
     training = Training(model)
-    for packs in steps_of(iter(PackedSFTDataset(path, load_chat_tokenizer(folder), seq_len, **options))):
+    for packs in steps_of(
+        iter(PackedSFTDataset(path, load_chat_tokenizer(folder), seq_len, packs_per_step=PACKS, **options))
+    ):
         chosen = [documents[record] for pack, _ in packs for record in pack["records"]]
         num_labels = sum(sum(mask[1:]) for _, mask in chosen)
         loss = 0.0
@@ -163,7 +165,9 @@ def train_dpo(folder: Path, path: Path, loss: str, shared_prompt: bool) -> Train
     from trl import DPOConfig, DPOTrainer
 
     seq_len = PAIR_SEQ_LEN[shared_prompt]
-    dataset = PackedPairDataset(path, load_chat_tokenizer(folder).pair, seq_len, shared_prompt=shared_prompt)
+    dataset = PackedPairDataset(
+        path, load_chat_tokenizer(folder).pair, seq_len, shared_prompt=shared_prompt, packs_per_step=PACKS
+    )
     pack_ids = [[i for pack, _ in packs for i in pack["pair_ids"]] for packs in steps_of(iter(dataset))]
     assert {len(ids) for ids in pack_ids} == {PACKS * PAIRS_PER_PACK}
     pairs = records(path)

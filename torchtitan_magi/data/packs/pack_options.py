@@ -24,12 +24,15 @@ class PackOptions:
     weighted: bool = True
     window_blocks: int = WINDOW_BLOCKS
     share_prefixes: bool = False
+    packs_per_step: int = 1
 
     def __post_init__(self) -> None:
         if self.seq_len < 1:
             raise ValueError(f"seq_len is {self.seq_len}; give at least 1 token")
         if self.window_blocks < 1:
             raise ValueError(f"window_blocks is {self.window_blocks}; give at least 1 block")
+        if self.packs_per_step < 1:
+            raise ValueError(f"packs_per_step is {self.packs_per_step}; give at least 1 pack")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; give an integer >= 0")
         if self.epochs < 1 and self.epochs != -1:

@@ -67,6 +67,8 @@ class PackedDataset(IterableDataset, Stateful):
             - `bad_records` ("error"): what happens to malformed records and to those that the chat template refuses.
               "error": they raise, see `check`. "skip": they are left out when read, counted, and the first few logged;
             - `weighted` (True): whether the weights of the sources count; otherwise an epoch has each record once;
+            - `packs_per_step` (1): steps of so many packs, of all ranks, have packs of nearly equal work, as far as a
+              window has such; not without `shuffle`;
             - `window_blocks` (32): size of the windows whose records are packed together, in blocks of 4 MiB of text; a
               larger window packs tighter and takes more memory and time before the first item;
             - `share_prefixes` (False): whether records of a window that begin with the same tokens are packed as a

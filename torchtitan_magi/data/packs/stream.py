@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts
+from torchtitan_magi.data.packs.dealing import Deal, order_of
 from torchtitan_magi.data.packs.epoch_order import EpochOrder
 from torchtitan_magi.data.packs.pack_options import PackOptions
 from torchtitan_magi.data.packs.plan_cache import PlanCache
@@ -118,11 +119,23 @@ class Window:
     replan: Callable[[], WindowPlan]
     so_far: SoFar
 
-    def after(self, given: int) -> Cursor:
-        """The cursor behind the first `given` packs of the window."""
+    def after(self, deals: list[Deal], given: int) -> Cursor:
+        """The cursor behind the first `given` packs of the window, the last ones by the last of these deals."""
         if given == self.plan.num_packs:
             return self.end
-        return replace(self.begin, given=given, counts=self.end.counts)
+        *before, now = deals
+        now = now._replace(given=given - sum(deal.given for deal in before))
+        return replace(self.begin, deals=(*before, now), counts=self.end.counts)
+
+    def deals(self, per_step: int, taken: int) -> list[Deal]:
+        """How its packs are given out from its beginning on.
+
+        Args:
+            per_step: packs of a step.
+            taken: packs of the step that it begins in.
+        """
+        before = list(self.begin.deals)
+        return before if before and before[-1].per_step == per_step else [*before, Deal(per_step, taken, 0)]
 
     def pack(self, number: int) -> Pack:
         """One of its packs, counted from 0. Plan and tokens are checked for damage, and made again."""
@@ -181,22 +194,31 @@ class PackStream:
         Raises ValueError if a whole epoch has no label, and for a bad record (file and line) before the first pack of
         its window.
         """
-        cancelled = threading.Event()
-        mine, taken = pack_of_padding, 0  # in this round
+        cancelled, per_step = threading.Event(), self.options.packs_per_step
+        mine, taken, of_step = pack_of_padding, 0, 0  # packs of this round, and of this step
         for window in made_ahead(self._windows(cursor, cancelled), cancelled):
-            given = window.begin.given
+            given, deals = window.begin.given, window.deals(per_step, of_step)
+            order, dealt_before = self._order(window, deals), sum(deal.given for deal in deals[:-1])
+            of_step = (deals[-1].taken + window.plan.num_packs - dealt_before) % per_step
             while given < window.plan.num_packs:
                 more = min(num_ranks - taken, window.plan.num_packs - given)
                 if taken <= rank < taken + more:
-                    mine = functools.partial(window.pack, given + rank - taken)
+                    mine = functools.partial(window.pack, int(order[given + rank - taken]))
                 given, taken = given + more, taken + more
-                cursor = window.after(given)
+                cursor = window.after(deals, given)
                 if taken == num_ranks:
                     yield mine, cursor
                     mine, taken = pack_of_padding, 0
             self._report(window)
         if taken:
             yield mine, cursor
+
+    def _order(self, window: Window, deals: list[Deal]) -> np.ndarray:
+        """The numbers of a window's packs in the order in which they are given out."""
+        seed = self.options.order_seed
+        if seed is None:
+            return np.arange(window.plan.num_packs)
+        return order_of(window.plan.pairs, deals, [seed, window.begin.epoch, 1 + window.begin.window, 1])
 
     def counts(self, cursor: Cursor) -> Iterator[WindowCount]:
         """The number of packs of each window from `cursor` to the end of the last epoch. Makes the plans that `rounds`

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts, pack_best_fit
+from torchtitan_magi.data.packs.dealing import Deal
 from torchtitan_magi.data.packs.epoch_order import EpochOrder
 from torchtitan_magi.data.packs.pack_options import PackOptions
 from torchtitan_magi.data.packs.prefix_trees import Run, Trees, grow_trees
@@ -22,9 +23,9 @@ from torchtitan_magi.data.tokens.array_file import Damaged, Layout
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.wording import one_line, quoted
 
-PACKING_VERSION = 2  # of the way from records to packs
+PACKING_VERSION = 3  # of the way from records to packs
 
-_INDEX = {"bounds": np.int64, "checksums": np.uint32, "carried": np.int64}
+_INDEX = {"bounds": np.int64, "checksums": np.uint32, "carried": np.int64, "pairs": np.int64}
 _FILE = Layout(b"magiplan", _INDEX, "rows")
 _COLUMNS = 5  # of rows
 _FULL = 0.98  # a pack filled to this fraction is never carried over
@@ -64,33 +65,39 @@ MakePieces = Callable[[TokenBlock, np.ndarray], tuple[Pieces, PackingCounts]]
 
 @dataclass(frozen=True, eq=False)
 class Cursor:
-    """A position in the stream: `given` packs into a window of the epoch.
+    """A position in the stream: some packs into a window of the epoch.
 
-    carried: int64 [k, 2], (record, start) of each piece carried into this window.
+    carried: int64 [k, 2], (record, start) of each piece carried into this window; deals: how its packs were given out.
     """
 
     epoch: int = 0
     window: int = 0
     carried: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    given: int = 0
+    deals: tuple[Deal, ...] = ()
     counts: PackingCounts = field(default_factory=PackingCounts)  # includes this window once given > 0
+
+    @property
+    def given(self) -> int:
+        """Packs of the window that were given out."""
+        return sum(deal.given for deal in self.deals)
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain Python values."""
         place = {"epoch": self.epoch, "window": self.window, "carried": self.carried.tolist()}
-        return place | {"given": self.given, "counts": asdict(self.counts)}
+        return place | {"deals": [list(deal) for deal in self.deals], "counts": asdict(self.counts)}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Cursor":
         """The position of `state_dict`. Raises ValueError, of one line, for what is none."""
         try:
             cursor = cls(
-                state["epoch"], state["window"], _pairs(state["carried"]), state["given"],
-                PackingCounts(**state["counts"]),
+                state["epoch"], state["window"], _pairs(state["carried"]),
+                tuple(Deal(*deal) for deal in state["deals"]), PackingCounts(**state["counts"]),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise unreadable_state(error) from None
-        for value in (cursor.epoch, cursor.window, cursor.given, *asdict(cursor.counts).values()):
+        of_deals = chain.from_iterable(cursor.deals)
+        for value in (cursor.epoch, cursor.window, *of_deals, *asdict(cursor.counts).values()):
             if type(value) is not int or not 0 <= value < 2**63:
                 raise unreadable_state(ValueError(f"{quoted(value)} where a whole number of at least 0 should be"))
         return cursor
@@ -116,16 +123,17 @@ class WindowPlan:
 
     rows: int32 [n * 5], (block, index of the record in it, start, length, shared) of each piece, pack by pack, see
     `Pieces` and `prefix_trees`;
-    bounds: int64 [p + 1], first row of each pack, and n; checksums: uint32 [p], CRC-32 of each pack's rows; carried:
-    int64 [k, 2], (record, start) of each piece that is carried into the next window; counts: of this window alone;
-    malformed: the first records left out and what is wrong with them; notes: what the chat template left out of records
-    -> (of how many of this window's, number of one of these).
+    bounds: int64 [p + 1], first row of each pack, and n; pairs: int64 [p], (query, key) pairs of each pack; checksums:
+    uint32 [p], CRC-32 of each pack's rows; carried: int64 [k, 2], (record, start) of each piece that is carried into
+    the next window; counts: of this window alone; malformed: the first records left out and what is wrong with them;
+    notes: what the chat template left out of records -> (of how many of this window's, number of one of these).
     """
 
     rows: np.ndarray
     bounds: np.ndarray
     checksums: np.ndarray
     carried: np.ndarray
+    pairs: np.ndarray
     counts: PackingCounts
     malformed: list[tuple[int, str]]
     notes: dict[str, tuple[int, int]]
@@ -217,10 +225,17 @@ def plan_window(
         bounds,
         np.array([zlib.crc32(pack.data) for pack in of_packs], np.uint32),
         np.stack([records.block_firsts[of_block[left]] + pieces.index[left], pieces.start[left]], axis=1),
+        _pairs_of(pieces.length[picked], shared, bounds),
         counts,
         malformed[:_MAX_MALFORMED],
         notes,
     )
+
+
+def _pairs_of(length: np.ndarray, shared: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """int64 [p]: the (query, key) pairs of each pack's pieces, which share so many positions with the ones before."""
+    before = np.append(0, (length * (length + 1) // 2 - shared * (shared + 1) // 2).cumsum())
+    return before[bounds[1:]] - before[bounds[:-1]]
 
 
 def _run(tokens: TokenBlock, pieces: Pieces) -> Run:

@@ -155,6 +155,8 @@ def build_dataloader(
     magi, path = job_config.magi, section.dataset_path
     raise_open_files()
     warn_of_shorter_packs(section.seq_len, job_config.training.seq_len)
+    packs_per_batch = section.local_batch_size * dp_world_size
+    batches_per_step = max(1, section.global_batch_size // packs_per_batch) if training else 1
     day = template_date(magi.template_date, job_config.job.dump_folder)
 
     def make() -> PackedDataset:
@@ -173,6 +175,7 @@ def build_dataloader(
             "bad_records": magi.bad_records,
             "check": False,
             "token_cache": magi.token_cache or default_folder(),
+            "packs_per_step": packs_per_batch * batches_per_step,
         }
         dataset: PackedDataset
         if pairs := section.dataset == DPO_DATASET:
@@ -188,8 +191,6 @@ def build_dataloader(
         return dataset
 
     dataset = agreed(path, make, lambda dataset: dataset.records.fingerprint)
-    packs_per_batch = section.local_batch_size * dp_world_size
-    batches_per_step = max(1, section.global_batch_size // packs_per_batch) if training else 1
     logger.info(
         f"Packing {shown(path)} into {section.seq_len} tokens per pack: {dataset.records.fingerprint}; {dataset.tokens}"
     )
