@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "training.checkpoints": "files data models training.settings.options training.process",
     "training.settings": "files models planning training.process training.checkpoints",
     "training": "models exchange sizing",
-    "titan": "tiles masks data losses models cuda planning exchange backends attention training",
+    "titan": "tiles masks data losses models cuda planning exchange backends attention linear training",
     "calibrate": "commands tiles masks cuda planning exchange backends attention",
     "report": "sizing",
     "__main__": "",

@@ -4,7 +4,8 @@
 python docs/_build/draw_plans.py [--folder DIR]
 
 idea.png: a pack of documents over four GPUs, and the K/V that each receives. masks.png: five masks and their slices.
-ownership.png: which GPU computes which part of a mask, and which of it needs K/V of other GPUs.
+ownership.png: which GPU computes which part of a mask, and which of it needs K/V of other GPUs. parts.png: the parts of
+the same documents in a layer of linear attention, the maps that travel, and what each GPU does in which order.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from torchtitan_magi import (
     varlen_causal,
 )
 from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, INV_CAUSAL
+from torchtitan_magi.planning.document_parts import DocumentParts
 from torchtitan_magi.sizing.sample_packs import draw_pack
 from torchtitan_magi.sizing.strategies.picture import HUES, INK, LINE, QUIET, STYLE, owner_of, rank_colors
 
@@ -34,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKENS, GPUS, SEED = 131072, 4, 2
 BAR, LANE = 0.62, 1.0
 SMALL = np.array([0, 96, 128, 448, 512, 544, 960, 1024])  # tokens; documents of the small pack
+GAP, WIDEST = 40, 190  # tokens, between steps, and as wide as the title of one
 DOCUMENTS = [0, 16, 22, 44, 64]
 MASKS = {
     "varlen_causal(cu_seqlens)": varlen_causal(DOCUMENTS),
@@ -171,15 +174,93 @@ def draw_idea(plan: AttnPlan, cu_seqlens: np.ndarray) -> Figure:
     return figure
 
 
+def names_of(parts: DocumentParts) -> list[str]:
+    """Of each part the letter of its document; of a document that is cut also its number there."""
+    letter, names = -1, []
+    for part, parent in enumerate(parts.parent.tolist()):
+        letter += parent < 0
+        is_cut = parent >= 0 or part in parts.parent
+        number = part - max(i for i in range(part + 1) if parts.parent[i] < 0) + 1
+        names.append(chr(ord("A") + letter) + (str(number) if is_cut else ""))
+    return names
+
+
+def order_of(parts: DocumentParts, rank: int) -> list[list[tuple[int, bool]]]:
+    """What a GPU does in the forward before maps travel, while they do, and then: parts, and whether only their map is
+    made."""
+    waits, others = parts.waits(False), parts.waits(True)
+    own = parts.ranks[rank].numbers.tolist()
+    before = [(part, bool(waits[part])) for part in own if others[part]]
+    meanwhile = [(part, False) for part in own if not waits[part] and not others[part]]
+    return [before, meanwhile, [(part, False) for part in own if waits[part]]]
+
+
+@matplotlib.rc_context(STYLE)
+def draw_parts(plan: AttnPlan) -> Figure:
+    """Above the parts of documents on GPUs, and an arrow for each map; below what each GPU does, from left to right."""
+    parts, figure = plan.document_parts, Figure(figsize=(10, 5.7))
+    colors, names = rank_colors(plan.cp_size, plan.gpus_per_node), names_of(parts)
+    first, end = parts.ranges.T
+    height = plan.cp_size - 1 - parts.rank
+    steps = [order_of(parts, rank) for rank in range(plan.cp_size)]
+    widths = [max(sum((end - first)[part] for part, _ in step[i]) for step in steps) for i in range(len(steps[0]))]
+    starts = np.cumsum([0, *(max(width, WIDEST) + GAP for width in widths)])
+
+    def bar(axes: Axes, part: int, start: float, is_map: bool = False) -> None:
+        y, color, length = height[part], colors[parts.rank[part]], end[part] - first[part]
+        style = {"facecolor": (*color, 0.25), "hatch": "////"} if is_map else {"facecolor": color}
+        axes.broken_barh([(start, length)], (y - BAR / 2, BAR), edgecolor="white", linewidth=0.8, **style)
+        is_narrow = length < GAP / 2
+        text = {"color": INK if is_map or is_narrow else "white", "ha": "center", "va": "center", "fontsize": 8.5}
+        axes.text(start + length / 2, y + 0.45 * is_narrow, names[part], **text)
+
+    def lanes(bottom: float, limit: float) -> Axes:
+        axes = figure.add_axes((0.075, bottom, 0.915, 0.37))
+        axes.set(xlim=(0, limit), ylim=(-0.5, plan.cp_size - 0.4), xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+        for rank, color in enumerate(colors):
+            y = plan.cp_size - 1 - rank
+            axes.axhline(y, color=LINE, linewidth=0.8, zorder=0)
+            axes.text(-0.012 * limit, y, f"GPU {rank}", ha="right", va="center", color=color, weight="bold")
+        return axes
+
+    above, below = lanes(0.56, plan.total_tokens), lanes(0.01, starts[-1] - GAP)
+    for part in range(len(parts)):
+        bar(above, part, first[part])
+    for receiver, _, part in parts.carries(False).tolist():
+        later = next(i for i in range(part + 1, len(parts)) if parts.rank[i] == receiver)
+        side = np.sign(height[later] - height[part]) * BAR / 2
+        ends = (first[later], height[later] - side), (end[part], height[part] + side)
+        arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.9, "connectionstyle": "arc3,rad=0.08"}
+        above.annotate("", *ends, arrowprops=arrow, zorder=0.5)
+    for step in steps:
+        for start, todo in zip(starts, step, strict=False):
+            for part, is_map in todo:
+                bar(below, part, start, is_map)
+                start += end[part] - first[part]
+    titles = (
+        "parts that others continue;\nhatched: only the map",
+        "maps travel,\nwhole documents run",
+        "parts that waited run",
+    )
+    for start, title in zip(starts, titles, strict=False):
+        below.text(start, plan.cp_size - 0.45, title, color=QUIET, va="bottom", linespacing=1.3)
+    figure.text(0.075, 0.95, "The pack: parts of documents A to G on their GPUs, an arrow for each map", color=INK)
+    figure.text(0.075, 0.495, "Each GPU from left to right:", color=INK)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "pictures", help="for the three files")
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "pictures", help="for the files")
     folder = parser.parse_args().folder
     cu_seqlens = np.append(0, draw_pack("histogram", TOKENS, SEED, batch=1).cumsum())
     plan = make_plan(varlen_causal(cu_seqlens), TOKENS, GPUS)
     draw_idea(plan, cu_seqlens).savefig(folder / "idea.png", dpi=160)
     draw_masks(MASKS, 64).savefig(folder / "masks.png", dpi=160)
-    draw_ownership(make_plan(varlen_causal(SMALL), int(SMALL[-1]), GPUS)).savefig(folder / "ownership.png", dpi=160)
+    small = make_plan(varlen_causal(SMALL), int(SMALL[-1]), GPUS)
+    draw_ownership(small).savefig(folder / "ownership.png", dpi=160)
+    draw_parts(small).savefig(folder / "parts.png", dpi=160)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 from support import runs as training  # noqa: F401  # puts scripts/ on the path
+from support.recurrence import plan_of
 
 from torchtitan_magi import make_plan, varlen_causal
 
 pytest.importorskip("matplotlib")
-from draw_plans import MASKS, draw_idea, draw_ownership, pairs_of, sees, spans  # isort: skip
+from matplotlib.text import Annotation  # isort: skip
+from draw_plans import MASKS, draw_idea, draw_ownership, draw_parts, names_of, order_of, pairs_of, sees, spans  # isort: skip
 
 
 def test_the_idea_shows_the_tokens_that_queries_see():
@@ -34,3 +36,17 @@ def test_the_ownership_shows_what_each_gpu_computes_and_receives():
     assert [f"receives {rows} rows" in text for rows, text in zip(plan.received_rows, texts, strict=False)] == [
         True
     ] * 2
+
+
+def test_the_parts_are_those_of_the_plan_in_the_order_of_a_layer():
+    plan = plan_of([0, 15, 18, 21, 24], [0] * 5 + [1] * 5 + [2] * 5 + [0] * 3 + [1] * 3 + [2] * 3)
+    parts = plan.document_parts
+    assert names_of(parts) == ["A1", "A2", "A3", "B", "C", "D"]
+    first, inner, last = (order_of(parts, rank) for rank in range(3))
+    assert first == [[(0, False)], [(3, False)], []]
+    assert inner == [[(1, True)], [(4, False)], [(1, False)]]
+    assert last == [[], [(5, False)], [(2, False)]]
+    above, below = draw_parts(plan).axes
+    arrows = [text for text in above.texts if isinstance(text, Annotation)]
+    assert len(arrows) == len(parts.carries(False)) == 3
+    assert [text.get_text() for text in below.texts].count("A2") == 2

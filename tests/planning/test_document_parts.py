@@ -124,6 +124,8 @@ def test_a_row_before_a_part_travels_once_to_each_rank_that_needs_it(width, plan
             travelled += [(receiver, next(tokens)) for _ in range(number)]
     assert len(travelled) == len(set(travelled))
     assert set(travelled) == needed
+    for each, parts in zip(rows, plan.document_parts.ranks, strict=True):
+        assert each.num_received <= (width - 1) * parts.counts.cut
 
 
 def test_parts_that_touch_on_one_rank_are_one():

@@ -9,12 +9,18 @@ from support.runs import corpus, new_folder, train
 
 from test_pipeline import alone, check, folder, run, with_validation  # isort: skip
 
+COMPILED = "--compile.enable --compile.backend aot_eager"
+LONG = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("kind", "degrees", "options"),
     [
         ("qwen3_5", {"ddp": 2, "cp": 2}, "--activation_checkpoint.mode full"),
+        ("qwen3_5", {"cp": 2}, "--activation_checkpoint.mode selective"),
         ("qwen3_5", {"tp": 2, "cp": 2}, "--activation_checkpoint.mode selective"),
+        ("qwen3_5", {"cp": 2}, f"{COMPILED} --activation_checkpoint.mode none"),
+        pytest.param("qwen3_5", {"tp": 2, "cp": 2}, f"{COMPILED} --activation_checkpoint.mode selective", marks=LONG),
         ("qwen3_5_moe", {"ddp": 2, "dp": 2, "ep": 2}, "--activation_checkpoint.mode full"),
     ],
 )

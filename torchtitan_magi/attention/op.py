@@ -33,22 +33,35 @@ class PlanHandle:
         sends_latents: whether layers that have latent vectors send these in place of K and V.
         tensor: what ops take: 0-d int64 on the CPU. It names the plan and keeps it alive, also while it is saved for
             the backward or for recomputation.
+        counts: of layers that recur, ``RankParts.counts`` as lengths of tensors: compilers take those for numbers that
+            are known when a graph runs, so that one serves all plans. Empty unless asked for.
     """
 
     @torch.inference_mode(False)  # the tensor may be saved for a backward
-    def __init__(self, bound_plan: BoundPlan) -> None:
+    def __init__(self, bound_plan: BoundPlan, recurs: bool = False) -> None:
+        """recurs: whether the model has layers that recur."""
         number = next(_numbers)
         self.bound_plan, self.sends_latents = bound_plan, bound_plan.sends_latents
         self.tensor = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.tensor.bound_plan = bound_plan  # type: ignore[attr-defined]
         _bound_plans[number] = bound_plan
+        self.counts = tuple(map(_length, bound_plan.parts.counts)) if recurs else ()
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens of x [batch, seq_len, ...] as [batch, seq_len / cp, ...]."""
         return self.bound_plan.take(x)
 
 
-def _bound_plan(handle: Tensor) -> BoundPlan:
+def _length(number: int) -> Tensor:
+    """A tensor of this length, of which no graph knows more."""
+    from torch._dynamo.decorators import mark_unbacked  # takes seconds
+
+    x = torch.empty(number, dtype=torch.bool, device="cpu")
+    mark_unbacked(x, 0)
+    return x
+
+
+def bound_plan_of(handle: Tensor) -> BoundPlan:
     """The plan that the tensor of a ``PlanHandle`` names; a copy of it, which owns nothing, names the same."""
     own: BoundPlan | None = getattr(handle, "bound_plan", None)
     return _bound_plans[int(handle)] if own is None else own
@@ -61,17 +74,17 @@ def num_live_plans() -> int:
 
 _library = torch.library.Library("torchtitan_magi", "DEF")
 # A plan's index data and its exchanges are new in every microbatch: a replayed CUDA graph would run an old plan.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library.define(
     "cp_varlen_attn(Tensor q, Tensor k, Tensor v, Tensor handle, float softmax_scale, Tensor? sinks=None, "
     "float softcap=0., Tensor? latents=None, Tensor? weight=None) -> (Tensor, Tensor)",
-    tags=_TAGS,
+    tags=TAGS,
 )
 _library.define(
     "cp_varlen_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor handle, "
     "float softmax_scale, Tensor? sinks=None, float softcap=0., Tensor? dlse=None, Tensor? latents=None, "
     "Tensor? weight=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=_TAGS,
+    tags=TAGS,
 )
 
 attention_op = torch.ops.torchtitan_magi.cp_varlen_attn.default
@@ -94,7 +107,7 @@ def _layer(
 
 @torch.library.impl(_library, "cp_varlen_attn", "CompositeExplicitAutograd")
 def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return forward(_bound_plan(handle), _layer(q, k, v, *options))
+    return forward(bound_plan_of(handle), _layer(q, k, v, *options))
 
 
 @torch.library.impl(_library, "cp_varlen_attn_backward", "CompositeExplicitAutograd")
@@ -104,7 +117,7 @@ def _(
     weight: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     layer = _layer(q, k, v, softmax_scale, sinks, softcap, latents, weight)
-    grads = backward(_bound_plan(handle), layer, Result(out, lse, dout, dlse))
+    grads = backward(bound_plan_of(handle), layer, Result(out, lse, dout, dlse))
     return tuple(lse.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -124,7 +137,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *maybe
 
 
-def _is_watched(q: Tensor) -> bool:
+def is_watched(q: Tensor) -> bool:
     """Whether someone wants to see the op: tracing, or checkpointing that looks for it. Else it is host time."""
     return type(q) is not Tensor or is_in_torch_dispatch_mode()
 
@@ -138,11 +151,11 @@ class _Attention(torch.autograd.Function):
         softcap: float, latents: Tensor | None, weight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         options = softmax_scale, sinks, softcap, latents, weight
-        if _is_watched(q):
+        if is_watched(q):
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = attention_op(q, k, v, handle, *options)
         else:
-            out, lse = forward(_bound_plan(handle), _layer(q, k, v, *options))
+            out, lse = forward(bound_plan_of(handle), _layer(q, k, v, *options))
         ctx.save_for_backward(q, k, v, out, lse, sinks, latents, weight)
         ctx.handle, ctx.softmax_scale, ctx.softcap = handle, softmax_scale, softcap
         ctx.set_materialize_grads(False)  # mostly nobody asks for the gradient of lse
@@ -153,12 +166,12 @@ class _Attention(torch.autograd.Function):
         (q, k, v, out, lse, sinks, latents, weight), (dout, dlse) = ctx.saved_tensors, grads
         if dout is None:
             dout = torch.zeros_like(out)
-        if _is_watched(q) or torch.is_grad_enabled():
+        if is_watched(q) or torch.is_grad_enabled():
             options = ctx.softmax_scale, sinks, ctx.softcap, dlse, latents, weight
             found = attention_backward_op(dout, q, k, v, out, lse, ctx.handle, *options)
         else:
             layer = _layer(q, k, v, ctx.softmax_scale, sinks, ctx.softcap, latents, weight)
-            found = backward(_bound_plan(ctx.handle), layer, Result(out, lse, dout, dlse))
+            found = backward(bound_plan_of(ctx.handle), layer, Result(out, lse, dout, dlse))
         dq, dk, dv, *others = found
         dsinks, *rest = (None if x is None else dx for x, dx in zip((sinks, latents, weight), others, strict=True))
         return dq, dk, dv, None, None, dsinks, None, *rest
@@ -208,7 +221,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``attention_op`` of a plan, called directly where nobody watches: half the host time."""
     options = softmax_scale, sinks, softcap, latents, weight
-    if torch.compiler.is_compiling() or _is_watched(q):
+    if torch.compiler.is_compiling() or is_watched(q):
         return attention_op(q, k, v, handle.tensor, *options)
     inputs = q, k, v, sinks, latents, weight
     check_transforms(*inputs)

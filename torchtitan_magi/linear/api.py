@@ -7,7 +7,8 @@ from torch import Tensor
 from torchtitan_magi.attention.dispatch import check_tensor
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.linear.backend import Tokens, own_dtypes
-from torchtitan_magi.linear.chunked import Chunked, run
+from torchtitan_magi.linear.choose import choose_backend
+from torchtitan_magi.linear.chunked import run
 from torchtitan_magi.linear.delta_rule import delta_rule
 from torchtitan_magi.linear.short_conv import ConvRows, short_conv
 from torchtitan_magi.masks.builders import varlen_causal
@@ -94,7 +95,7 @@ def cp_gated_delta_rule(
     _check_rows("q", q, plan)
     parts = plan.document_parts
     transport = as_transport(mesh, plan.cp_size, v.device)
-    return delta_rule(*tokens, parts.ranks[transport.rank], transport, scale, Chunked())
+    return delta_rule(*tokens, parts.ranks[transport.rank], transport, scale, choose_backend(tokens))
 
 
 def cp_causal_conv1d(

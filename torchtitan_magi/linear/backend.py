@@ -72,6 +72,9 @@ class Backend(Protocol):
             both; that of the states is None where these are.
         """
 
+    def room(self, tokens: Tokens) -> tuple[Tensor, ...]:
+        """Zeros [T, ...] of the shapes and dtypes of what ``forward`` keeps of these tokens; nothing is computed."""
+
 
 def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:
     """Within it products have the dtype of their factors: autocast would make 16 bits of states."""

@@ -85,6 +85,10 @@ class Chunked:
         grads = torch.autograd.grad(results, wanted, dresults)
         return Tokens(*grads[:5]) if with_tokens else None, None if first is None else grads[-1]
 
+    def room(self, tokens: Tokens) -> tuple[Tensor, ...]:
+        """As ``Backend.room``: nothing."""
+        return ()
+
 
 def run(
     tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None = None, with_out: bool = True

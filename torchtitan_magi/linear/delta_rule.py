@@ -101,7 +101,7 @@ class Kept(NamedTuple):
 
     states: Tensor  # [n, H, K, V]: behind each of ``RankParts.parents``
     matrices: Tensor  # [m, H, K, K]: of the maps of ``Groups.inner``
-    rows: list[Tensor]  # of the backend, each [T, ...]
+    of_backend: tuple[Tensor, ...]  # each [T, ...]
 
 
 def forward(layer: Layer) -> tuple[Tensor, Kept]:
@@ -110,13 +110,11 @@ def forward(layer: Layer) -> tuple[Tensor, Kept]:
     groups = Groups.of(parts, False, tokens.v.device)
     out = torch.zeros_like(tokens.v, memory_format=torch.contiguous_format)
     passed: dict[int, Tensor] = {}  # the states behind parts
-    kept: list[Tensor] = []
+    kept = backend.room(tokens)
 
     def run(group: Group) -> None:
         states = layer.totals(passed, group.parents)
         outs, ends, rows = backend.forward(tokens.select(group.rows), group.lengths, scale, states)
-        if not kept:
-            kept.extend(x.new_zeros(len(out), *x.shape[1:]) for x in rows)
         for target, x in zip((out, *kept), (outs, *rows), strict=True):
             target.index_copy_(0, group.rows, x.to(target.dtype))
         if group.children:
@@ -134,7 +132,8 @@ def forward(layer: Layer) -> tuple[Tensor, Kept]:
     for group in groups.later:
         run(group)
     states = [passed[part] for part in parts.parents]
-    return out, Kept(_stacked(states, layer.zero), _stacked(matrices, layer.zero), kept)
+    _, key_dim, value_dim = tokens.state_shape
+    return out, Kept(_stacked(states, layer.zero, value_dim), _stacked(matrices, layer.zero, key_dim), kept)
 
 
 def backward(layer: Layer, dout: Tensor, kept: Kept) -> tuple[Tensor, ...]:
@@ -146,7 +145,7 @@ def backward(layer: Layer, dout: Tensor, kept: Kept) -> tuple[Tensor, ...]:
     passed: dict[int, Tensor] = {}  # the gradients of the states before parts
 
     def run(group: Group, with_tokens: bool = True) -> dict[int, Tensor]:
-        own, rows = tokens.select(group.rows), tuple(x.index_select(0, group.rows) for x in kept.rows)
+        own, rows = tokens.select(group.rows), tuple(x.index_select(0, group.rows) for x in kept.of_backend)
         first, dends = layer.totals(states, group.parents), layer.totals(passed, group.children)
         douts = dout.index_select(0, group.rows)
         dtokens, dstates = backend.backward(own, group.lengths, scale, first, rows, douts, dends, with_tokens)
@@ -168,8 +167,8 @@ def backward(layer: Layer, dout: Tensor, kept: Kept) -> tuple[Tensor, ...]:
     return grads
 
 
-def _stacked(states: Sequence[Tensor], zero: Tensor) -> Tensor:
-    return torch.stack(states) if states else zero.new_zeros(0, *zero.shape)
+def _stacked(states: Sequence[Tensor], zero: Tensor, width: int) -> Tensor:
+    return torch.stack(states) if states else zero.new_zeros(0, *zero.shape[:2], width)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -183,15 +182,15 @@ class _DeltaRule(torch.autograd.Function):
         tokens, ctx.rest = Tokens(q, k, v, g, beta), (parts, transport, scale, backend)
         with own_dtypes(v.device):
             out, kept = forward(Layer(tokens, *ctx.rest))
-        ctx.save_for_backward(*tokens, kept.states, kept.matrices, *kept.rows)
+        ctx.save_for_backward(*tokens, kept.states, kept.matrices, *kept.of_backend)
         return out
 
     @staticmethod
     @once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, states, matrices, *rows = ctx.saved_tensors
+        q, k, v, g, beta, states, matrices, *rest = ctx.saved_tensors
         with own_dtypes(dout.device):
-            grads = backward(Layer(Tokens(q, k, v, g, beta), *ctx.rest), dout, Kept(states, matrices, rows))
+            grads = backward(Layer(Tokens(q, k, v, g, beta), *ctx.rest), dout, Kept(states, matrices, tuple(rest)))
         return *grads, None, None, None, None
 
 

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def once(backward: Backward) -> Backward:
     """A backward that raises RuntimeError where a graph of it is asked for, in place of leaving its part out."""
 
     @functools.wraps(backward)
-    def checked(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def checked(ctx: Any, *douts: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("linear attention has no second derivatives; take its gradients without create_graph")
-        return backward(ctx, dout)
+        return backward(ctx, *douts)
 
     return checked

@@ -3,7 +3,7 @@
 Shapes: T local tokens, C channels, W width of the kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,11 @@ class ConvRows:
     edges: Tensor
     taps: list[tuple[Tensor, Tensor]]
     tables: tuple[Tensor, Tensor, Tensor]
+
+    @property
+    def num_received(self) -> int:
+        """Rows of other ranks."""
+        return sum(self.exchange.recv_splits) if self.exchange else 0
 
     @classmethod
     def of(cls, parts: RankParts, width: int, device: torch.device) -> "ConvRows":
@@ -149,6 +154,47 @@ def _convolved(
     return (F.silu(out) if activation == "silu" else out).to(x.dtype)
 
 
+def forward(
+    x: Tensor, weight: Tensor, rows: ConvRows, transport: Transport, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """out [T, C] in the dtype of x, and the rows of other ranks [R, C]. A collective where any rank needs such."""
+    received, arrival = x.new_empty(rows.num_received, x.shape[1]), Arrival(lambda: None)
+    if rows.exchange is not None:
+        sent = x.index_select(0, rows.sent)
+        arrival = transport.all_to_all(received, sent, rows.exchange, back=False)
+
+    def arrived() -> Tensor:
+        arrival.wait()
+        return received
+
+    return _convolved(x, weight, rows, activation, arrived), received
+
+
+def backward(
+    dout: Tensor, saved: Sequence[Tensor], rows: ConvRows, transport: Transport, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of weight. A collective where any rank needs rows of others.
+
+    Args:
+        saved: x, weight and the rows that ``forward`` received.
+    """
+    x, weight, received = (x.detach().requires_grad_() for x in saved)
+    with torch.enable_grad():
+        out = _convolved(x, weight, rows, activation, lambda: received)
+    if rows.exchange is None:
+        dx, dweight = torch.autograd.grad(out, (x, weight), dout)
+        return dx, dweight
+    (sent,) = torch.autograd.grad(out, received, dout, retain_graph=True)
+    returned = x.new_empty(len(rows.sent), x.shape[1])
+    arrival = transport.all_to_all(returned, sent.contiguous(), rows.exchange, back=True)
+    dx, dweight = torch.autograd.grad(out, (x, weight), dout)
+    arrival.wait()
+    splits = rows.exchange.send_splits
+    for numbers, grads in zip(rows.sent.split(splits), returned.split(splits), strict=True):
+        dx.index_add_(0, numbers, grads)  # of one rank after the other, each row once
+    return dx, dweight
+
+
 class _ShortConv(torch.autograd.Function):
     """One op in both directions: so every rank comes to every exchange, whatever of it depends on what."""
 
@@ -156,39 +202,15 @@ class _ShortConv(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, rows: ConvRows, transport: Transport, activation: str | None
     ) -> Tensor:
-        received, arrival = x.new_empty(0, x.shape[1]), Arrival(lambda: None)
-        if rows.exchange is not None:
-            received = x.new_empty(sum(rows.exchange.recv_splits), x.shape[1])
-            sent = x.index_select(0, rows.sent)
-            arrival = transport.all_to_all(received, sent, rows.exchange, back=False)
-
-        def arrived() -> Tensor:
-            arrival.wait()
-            return received
-
-        out = _convolved(x, weight, rows, activation, arrived)
-        ctx.save_for_backward(x, weight, received)
         ctx.rest = rows, transport, activation
+        out, received = forward(x, weight, *ctx.rest)
+        ctx.save_for_backward(x, weight, received)
         return out
 
     @staticmethod
     @once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        rows, transport, activation = ctx.rest
-        x, weight, received = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        with torch.enable_grad():
-            out = _convolved(x, weight, rows, activation, lambda: received)
-        if rows.exchange is None:
-            return *torch.autograd.grad(out, (x, weight), dout), None, None, None
-        (sent,) = torch.autograd.grad(out, received, dout, retain_graph=True)
-        returned = x.new_empty(len(rows.sent), x.shape[1])
-        arrival = transport.all_to_all(returned, sent.contiguous(), rows.exchange, back=True)
-        dx, dweight = torch.autograd.grad(out, (x, weight), dout)
-        arrival.wait()
-        splits = rows.exchange.send_splits
-        for numbers, grads in zip(rows.sent.split(splits), returned.split(splits), strict=True):
-            dx.index_add_(0, numbers, grads)  # of one rank after the other, each row once
-        return dx, dweight, None, None, None
+        return *backward(dout, ctx.saved_tensors, *ctx.rest), None, None, None
 
 
 short_conv = _ShortConv.apply

@@ -70,7 +70,7 @@ class DocumentParts:
     @functools.cached_property
     def level(self) -> Int64Array:
         """How many parts right above each lie on its rank, one after the other, int64 [n]."""
-        here = np.where(self._is_cut, -1, self.parent)
+        here = np.where(self.is_cut, -1, self.parent)
         level, above = np.zeros_like(here), here
         while (some := above >= 0).any():
             level, above = level + some, np.where(some, here[above], -1)
@@ -113,7 +113,7 @@ class DocumentParts:
         return tuple(RankParts(rank, self) for rank in range(len(self.owned)))
 
     @functools.cached_property
-    def _is_cut(self) -> Bools:
+    def is_cut(self) -> Bools:
         """Whether each part's parent lies on another rank."""
         return (self.parent >= 0) & (self.rank[self.parent] != self.rank)
 
@@ -123,7 +123,7 @@ class DocumentParts:
         root = np.where(self.parent < 0, number, self.parent)
         while (root[root] != root).any():
             root = root[root]
-        first = below = number[np.isin(root, root[self._is_cut])]
+        first = below = number[np.isin(root, root[self.is_cut])]
         found = [np.zeros((3, 0), np.int64)]
         while len(below):
             above = self.parent[first]
@@ -163,6 +163,14 @@ class DocumentParts:
         return frozen(np.unique(np.stack([self.rank[receiver], self.rank[part], part], 1), axis=0))
 
 
+class Counts(NamedTuple):
+    """Of a rank what says how much it keeps of a layer for the backward."""
+
+    states: int  # parts, on any rank, that its own go on from
+    matrices: int  # its parts that wait for others in both directions
+    cut: int  # its parts whose parent lies on another rank
+
+
 @dataclass(frozen=True, eq=False)
 class RankParts:
     """The parts of documents on one rank, and what of others it needs."""
@@ -188,6 +196,13 @@ class RankParts:
         """The parts, on any rank, that the rank's parts go on from; each once, ascending."""
         parents = np.unique(self.all.parent[self.numbers])
         return parents[parents >= 0].tolist()
+
+    @property
+    def counts(self) -> Counts:
+        """How many parts leave something to keep."""
+        inner = self.all.waits(False) & self.all.waits(True)
+        own = self.numbers
+        return Counts(len(self.parents), int(inner[own].sum()), int(self.all.is_cut[own].sum()))
 
     @functools.cached_property
     def rows(self) -> Int64Array:

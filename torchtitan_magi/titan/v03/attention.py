@@ -106,7 +106,7 @@ def local_batch(runtime: MagiRuntime, inputs: dict[str, Any], labels: Tensor) ->
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     take = next(iter(plans.values())).take
-    handles = {window: PlanHandle(bound) for window, bound in plans.items()}
+    handles = {window: PlanHandle(bound, runtime.recurs) for window, bound in plans.items()}
     masks: Any = {name: handle for window, handle in handles.items() for name in _mask_names(window)}
     if len(handles) == 1:
         (masks,) = handles.values()

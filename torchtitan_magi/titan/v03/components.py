@@ -17,6 +17,7 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from torchtitan_magi.attention.op import attention_op
+from torchtitan_magi.linear.op import conv_op, rule_op
 from torchtitan_magi.training.batches import run_length
 from torchtitan_magi.training.batches.microbatch import Process
 from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
@@ -46,15 +47,15 @@ class MagiTokenizer(AssetsTokenizer, HuggingFaceTokenizer):
 
 
 class MagiSelectiveAC(SelectiveAC):
-    """torchtitan's, which does not redo attention."""
+    """torchtitan's, which does not redo attention, nor layers that recur."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
         pass
 
     def get_save_ops(self) -> set[Any]:
-        """The operations whose results are kept for the backward: torchtitan's, and attention."""
-        return super().get_save_ops() | {attention_op}
+        """The operations whose results are kept for the backward: torchtitan's, and attention of both kinds."""
+        return super().get_save_ops() | {attention_op, rule_op, conv_op}
 
 
 class ObjectiveLoss(BaseLoss):
