@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "exchange": "masks cuda planning",
     "backends": "tiles masks cuda planning exchange",
     "attention": "tiles products masks cuda planning exchange backends",
-    "linear": "masks planning exchange attention",
+    "linear": "cuda masks planning exchange attention",
     "sizing": "commands tiles files masks planning exchange losses models data",
     "training.settings.options": "",
     "training.process": "files models exchange",
@@ -260,7 +260,7 @@ def lines_of_code(path):
 def test_an_adapter_stays_small(adapter):
     """What is neutral stands once, in training/; a family of models is a short file."""
     folder = PACKAGE / "titan" / adapter
-    assert sum(map(lines_of_code, folder.glob("*.py"))) <= 1150
+    assert sum(map(lines_of_code, folder.glob("*.py"))) <= 1160
     assert all(lines_of_code(path) <= 100 for path in folder.glob("families/*.py"))
 
 

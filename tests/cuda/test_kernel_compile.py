@@ -20,6 +20,7 @@ pytest.importorskip("cuda.bindings", reason="NVRTC is reached through cuda-bindi
 from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa import row_kernels as rows
 from torchtitan_magi.cuda import jit, launch
+from torchtitan_magi.linear import conv_kernels
 from torchtitan_magi.tiles import is_wide
 
 # Lines with a number of this kind are expected and harmless:
@@ -39,6 +40,7 @@ STRUCTS = {
     "ffa_forward.cu": [ffa.ForwardParams],
     "ffa_backward.cu": [ffa.BackwardParams],
     "rows.cu": [rows._BandsParams, rows._GatherParams, rows._AddParams, rows._FinishParams, rows._SinksParams],
+    "short_conv.cu": [conv_kernels.ConvParams],
 }
 
 
@@ -71,6 +73,8 @@ def variants() -> Iterator[tuple[str, launch.Variant]]:
         if not (fp32 and rounded):
             macros = {"USE_FP16": fp16, "WIRE_FP32": fp32, "WIDE": wide, "ROUNDED": rounded}
             yield "rows.cu", launch.variant_of(macros)
+    for silu, fp16 in on_or_off:
+        yield "short_conv.cu", launch.variant_of({"SILU": silu, "USE_FP16": fp16})
 
 
 def fields_of(struct: type[ctypes.Structure], path: str = "") -> Iterator[tuple[str, int]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchtitan_magi.exchange.in_flight import Arrival
 from torchtitan_magi.exchange.transport import Transport
+from torchtitan_magi.linear import conv_kernels
 from torchtitan_magi.linear.once import once
 from torchtitan_magi.masks.geometry import Int64Array, expand, union
 from torchtitan_magi.planning.document_parts import DocumentParts, RankParts
@@ -162,6 +163,11 @@ def forward(
     if rows.exchange is not None:
         sent = x.index_select(0, rows.sent)
         arrival = transport.all_to_all(received, sent, rows.exchange, back=False)
+    if conv_kernels.has_kernel(x, weight):
+        own = x.index_select(0, rows.own)
+        arrival.wait()
+        history = torch.cat([own, received])
+        return conv_kernels.forward(x, weight, history, rows.tables, activation), received
 
     def arrived() -> Tensor:
         arrival.wait()
@@ -178,6 +184,9 @@ def backward(
     Args:
         saved: x, weight and the rows that ``forward`` received.
     """
+    x, weight, received = saved
+    if conv_kernels.has_kernel(x, weight):
+        return _backward_by_kernel(dout, saved, rows, transport, activation)
     x, weight, received = (x.detach().requires_grad_() for x in saved)
     with torch.enable_grad():
         out = _convolved(x, weight, rows, activation, lambda: received)
@@ -185,14 +194,42 @@ def backward(
         dx, dweight = torch.autograd.grad(out, (x, weight), dout)
         return dx, dweight
     (sent,) = torch.autograd.grad(out, received, dout, retain_graph=True)
-    returned = x.new_empty(len(rows.sent), x.shape[1])
-    arrival = transport.all_to_all(returned, sent.contiguous(), rows.exchange, back=True)
+    returned, arrival = _send_back(sent, rows, transport)
     dx, dweight = torch.autograd.grad(out, (x, weight), dout)
     arrival.wait()
+    _add_returned(dx, returned, rows)
+    return dx, dweight
+
+
+def _backward_by_kernel(
+    dout: Tensor, saved: Sequence[Tensor], rows: ConvRows, transport: Transport, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    x, weight, received = saved
+    history = torch.cat([x.index_select(0, rows.own), received])
+    dx, dweight, dedges = conv_kernels.backward(x, weight, history, rows.tables, activation, dout)
+    dhistory = dedges.new_zeros(history.shape)
+    for (tokens, sources), tap in zip(rows.taps, weight.float().flip(1).unbind(1)[1:], strict=True):
+        dhistory.index_add_(0, sources, dedges.index_select(0, tokens) * tap)
+    own, sent = dhistory.to(x.dtype).split([len(rows.own), len(received)])
+    if rows.exchange is not None:
+        returned, arrival = _send_back(sent, rows, transport)
+        arrival.wait()
+        _add_returned(dx, returned, rows)
+    return dx.index_add_(0, rows.own, own), dweight
+
+
+def _send_back(grads: Tensor, rows: ConvRows, transport: Transport) -> tuple[Tensor, Arrival]:
+    """Starts to bring gradients of received rows to the ranks that sent them."""
+    assert rows.exchange is not None
+    returned = grads.new_empty(len(rows.sent), grads.shape[1])
+    return returned, transport.all_to_all(returned, grads.contiguous(), rows.exchange, back=True)
+
+
+def _add_returned(dx: Tensor, returned: Tensor, rows: ConvRows) -> None:
+    assert rows.exchange is not None
     splits = rows.exchange.send_splits
     for numbers, grads in zip(rows.sent.split(splits), returned.split(splits), strict=True):
         dx.index_add_(0, numbers, grads)  # of one rank after the other, each row once
-    return dx, dweight
 
 
 class _ShortConv(torch.autograd.Function):

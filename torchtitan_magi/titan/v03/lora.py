@@ -47,8 +47,9 @@ def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
         return spec
     check_targets(lora)
     there = {name.rpartition(".")[2] for name, *_ in spec.model.traverse(Linear.Config)}
-    there |= {IN_ONE} if there.issuperset(APART) else set()
     there |= {EXPERTS for _ in spec.model.traverse(GroupedExperts.Config)}
+    if there.issuperset(APART):
+        there.add(IN_ONE)
     absent = [name for name in lora.target_modules if name not in there]
     if absent and lora.target_modules != LoRA().target_modules:  # which has the names of all models
         named = f"magi.lora.target_modules names {', '.join(absent)}"

@@ -1,7 +1,7 @@
 """torchtitan 0.3's models: from and to our own ``ModelConfig``."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from torchtitan_magi.titan.v03.families import gpt_oss as our_gpt_oss
 from torchtitan_magi.titan.v03.families import kimi_k2_7 as our_kimi_k2_7
 from torchtitan_magi.titan.v03.families import muse_glimmer as our_muse_glimmer
 from torchtitan_magi.titan.v03.families import qwen3_5 as our_qwen3_5
+from torchtitan_magi.titan.v03.families.positions import LinearRoPE
 from torchtitan_magi.titan.v03.lora import check_factors, join_local_layers
 from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
@@ -66,21 +67,6 @@ ADAPTERS = {  # of weights
 }
 COMPLEX = ("llama3", "deepseek_v3", "kimi_k2_7", "muse_glimmer")  # models that rotate adjacent elements
 VARLEN_SUFFIXES = ("_varlen", "_varlen_attn")  # of 0.2.2's flavors; here every flavor has varlen attention
-
-
-class LinearRoPE(CosSinRoPE):
-    """Rotary positions of which every frequency is divided by a factor."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
-        pass
-
-    def _precompute_cache(self) -> torch.Tensor:
-        config = self.config
-        inv_freq = 1.0 / (config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)) / config.rope_factor
-        angles = torch.outer(torch.arange(config.max_seq_len).float(), inv_freq)
-        angles = torch.cat([angles, angles], dim=-1)
-        return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 def stock_flavor(name: str, flavor: str) -> str | None:
@@ -222,10 +208,8 @@ def model_of(config: ModelConfig) -> Any:
     name, stock = config.model, MODELS[config.model]
     if config.tied and name not in ("llama3", "qwen3", "qwen3_5"):
         raise ValueError(f"tie_word_embeddings is True, which torchtitan's {name} has not; use a checkpoint without")
-    if name == "muse_glimmer":
-        return our_muse_glimmer.model_of(config, _rope_of(config))
-    if name == "qwen3_5":
-        return our_qwen3_5.model_of(config, our_qwen3_5.rope_of(config, _rope_of(config)))
+    if family := {"muse_glimmer": our_muse_glimmer, "qwen3_5": our_qwen3_5}.get(name):
+        return family.model_of(config, _rope_of(config))
     build = our_deepseek_v3.layers_of if config.latent else {"gpt_oss": our_gpt_oss.layers_of}.get(name, _layers_of)
     output = qwen3._LINEAR_INIT if stock is qwen3 else stock._output_linear_init(config.dim)
     size = {"in_features": config.dim, "out_features": config.vocab_size}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.models import qwen3
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.decoder_sharding import dense_sequence_parallel_placement, set_decoder_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
@@ -16,6 +16,7 @@ from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.names import name_in_files
+from torchtitan_magi.titan.v03.families.positions import YarnRoPE
 
 EMBEDDING, OUTPUT = name_in_files("qwen3_5", "model.embed_tokens.weight"), "lm_head.weight"
 # What a checkpoint has in one tensor, queries, keys and values one after the other
@@ -59,18 +60,6 @@ class TextModel(Decoder):
             return get_moe_model_nparams_and_flops(self, model, heads, dims, seq_len)  # type: ignore[no-any-return]
 
 
-class YarnRoPE(CosSinRoPE):
-    """Rotary positions whose rotated elements are scaled, as YaRN has it; those that are not rotated are not."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
-        attention_factor: float = 1.0
-
-    def _precompute_cache(self) -> Tensor:
-        config: Any = self.config
-        return config.attention_factor * super()._precompute_cache()
-
-
 def model_of(config: ModelConfig, rope: Any) -> Any:
     """torchtitan's configuration of the model."""
     delta_net = _delta_net()
@@ -86,11 +75,11 @@ def model_of(config: ModelConfig, rope: Any) -> Any:
         ),
         norm=stock.OffsetRMSNorm.Config(dim=config.dim, eps=config.norm_eps, param_init=stock._OFFSET_NORM_INIT),
         lm_head=Linear.Config(**size, param_init=stock._output_linear_init(config.dim)),
-        layers=delta_net.layers_of(config, rope),
+        layers=delta_net.layers_of(config, _rope_of(config, rope)),
     )
 
 
-def rope_of(config: ModelConfig, rope: Any) -> Any:
+def _rope_of(config: ModelConfig, rope: Any) -> Any:
     """The positions of a layer. rope: torchtitan's configuration of them."""
     if config.rope.attention_factor == 1:
         return rope
