@@ -27,6 +27,7 @@ from torchtitan_magi.titan.v03.families import kimi_k2_7 as our_kimi_k2_7
 from torchtitan_magi.titan.v03.families import muse_glimmer as our_muse_glimmer
 from torchtitan_magi.titan.v03.families import qwen3_5 as our_qwen3_5
 from torchtitan_magi.titan.v03.families.positions import LinearRoPE
+from torchtitan_magi.titan.v03.families.qwen3_5_tensors import Qwen35Adapter
 from torchtitan_magi.titan.v03.lora import check_factors, join_local_layers
 from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
@@ -63,7 +64,7 @@ REPLACED: dict[Any, Any] = {
 ADAPTERS = {  # of weights
     "gpt_oss": our_gpt_oss.GptOssAdapter,
     "kimi_k2_7": our_kimi_k2_7.KimiAdapter,
-    "qwen3_5": our_qwen3_5.Qwen35Adapter,
+    "qwen3_5": Qwen35Adapter,
 }
 COMPLEX = ("llama3", "deepseek_v3", "kimi_k2_7", "muse_glimmer")  # models that rotate adjacent elements
 VARLEN_SUFFIXES = ("_varlen", "_varlen_attn")  # of 0.2.2's flavors; here every flavor has varlen attention

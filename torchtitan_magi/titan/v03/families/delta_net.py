@@ -3,13 +3,8 @@
 Importing this takes torchtitan's models.qwen3_5, which imports flash-linear-attention: nobody else should.
 """
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,35 +16,12 @@ from torch.distributed.tensor.experimental import local_map
 from torchtitan_magi.attention.op import PlanHandle
 from torchtitan_magi.linear.op import convolve, recur
 from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.titan.v03.families.fla import fla_stands_in
 
-FLA = {  # what torchtitan's model imports of kernels that are not called here
-    "fla.modules.conv.triton.ops": ("CausalConv1dFunction",),
-    "fla.ops.gated_delta_rule": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
-    "fla.ops.gated_delta_rule.chunk": ("ChunkGatedDeltaRuleFunction",),
-    "fla.ops.gated_delta_rule.fused_recurrent": ("FusedRecurrentFunction",),
-}
 EPS = 1e-6  # of the lengths of queries and keys
 
 
-@contextmanager
-def _fla_stands_in() -> Iterator[None]:
-    """Modules by the names of flash-linear-attention, where it is not installed."""
-    modules: dict[str, ModuleType] = {}
-    if importlib.util.find_spec("fla") is None:
-        for path, names in FLA.items():
-            parts = path.split(".")
-            for package in (".".join(parts[: length + 1]) for length in range(len(parts))):
-                modules.setdefault(package, ModuleType(package))
-            vars(modules[path]).update({name: type(name, (torch.autograd.Function,), {}) for name in names})
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for package in modules:
-            del sys.modules[package]
-
-
-with _fla_stands_in():
+with fla_stands_in():
     from torchtitan.models import qwen3_5
 
 
