@@ -117,6 +117,13 @@ def test_layers_of_ranks_against_float64(cp_size, cu_seqlens):
         check_errors(ours, low, exact, ("out", *GRADS))
 
 
+def test_what_is_kept_has_the_promised_shapes():
+    tokens, *_ = inputs_of([100, 200])
+    _, kept = Kernels().start(tokens, [100, 200], SCALE).finish(None)
+    room = Kernels().room(tokens)
+    assert [(x.shape, x.dtype, x.stride()) for x in kept] == [(x.shape, x.dtype, x.stride()) for x in room]
+
+
 def test_one_device_and_a_plan_of_one_rank_are_equal_bit_for_bit():
     tokens, dout, *_ = inputs_of([1000])
     plan = magi.make_plan(magi.varlen_causal([0, 300, 1000]), 1000, 1)

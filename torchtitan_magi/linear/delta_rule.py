@@ -116,7 +116,9 @@ def forward(layer: Layer) -> tuple[Tensor, Kept]:
     matrices = [
         one.matrix for part, one in maps.items() if runs.parts[part] in runs.sources[False] and one.matrix is not None
     ]
-    return _without(out, runs.gaps), Kept(_stacked(states, none, value_dim), _stacked(matrices, none, key_dim), of_backend)
+    return _without(out, runs.gaps), Kept(
+        _stacked(states, none, value_dim), _stacked(matrices, none, key_dim), of_backend
+    )
 
 
 def backward(layer: Layer, dout: Tensor, kept: Kept) -> tuple[Tensor, ...]:
