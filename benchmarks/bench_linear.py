@@ -11,11 +11,13 @@ What a cut document costs is timed apart, for one part in the middle: its map, a
 beside those of a whole document of as many tokens.
 """
 
+import contextlib
 import importlib.util
 import os
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 
 import numpy as np
@@ -37,6 +39,15 @@ CLOSE = 2e-2  # relative difference of results: roundings to bf16
 QUEUED = 10_000_000  # cycles ahead of a timed call, which takes some ms to issue
 
 Layer = Callable[..., Tensor]
+
+
+def versions() -> dict[str, str]:
+    """Of what is timed, as far as it is installed."""
+    found = {}
+    for name in ("flash-qla", "tilelang", "fla-core"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def inputs_of(tokens: int, heads: tuple[int, int]) -> tuple[list[Tensor], Tensor]:
@@ -194,7 +205,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=[8192, 16384, 65536], help="per layer")
     parser.add_argument("--wanted", type=float, default=25, help="ms for which each implementation is timed")
     arguments = parser.parse_args()
-    figures: dict[str, object] = facts_of_run(arguments.commit) | {"layers": [], "parts": []}
+    figures: dict[str, object] = facts_of_run(arguments.commit) | {"libraries": versions(), "layers": [], "parts": []}
     for model in arguments.models:
         for tokens in arguments.tokens:
             for kind in PACKS:

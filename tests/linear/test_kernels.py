@@ -20,7 +20,7 @@ def tokens_of(dims=(128, 128), dtype=torch.bfloat16):
 
 
 def check_on(capability, dims=(128, 128)):
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda _: capability):
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
         kernels.check_kernels(tokens_of(dims))
 
 

@@ -13,9 +13,13 @@ from support.loopback import Loopback
 from support.recurrence import layer_inputs, with_gradients
 
 import torchtitan_magi as magi
+from torchtitan_magi.attention.bound_plan import bind_plan
+from torchtitan_magi.attention.op import PlanHandle
+from torchtitan_magi.backends.flex import FlexBlockAttn
 from torchtitan_magi.linear.backend import Tokens
 from torchtitan_magi.linear.chunked import Chunked, run
 from torchtitan_magi.linear.kernels import Kernels
+from torchtitan_magi.linear.op import recur
 
 pytest.importorskip("flash_qla", reason="needs the extra linear")
 pytestmark = [pytest.mark.gpu, needs_hopper]
@@ -122,6 +126,18 @@ def test_what_is_kept_has_the_promised_shapes():
     _, kept = Kernels().start(tokens, [100, 200], SCALE).finish(None)
     room = Kernels().room(tokens)
     assert [(x.shape, x.dtype, x.stride()) for x in kept] == [(x.shape, x.dtype, x.stride()) for x in room]
+
+
+def test_the_op_of_a_plan_compiles():
+    tokens, dout, *_ = inputs_of([1000])
+    plan = magi.make_plan(magi.varlen_causal([0, 300, 1000]), 1000, 1)
+    handle = PlanHandle(bind_plan(plan, None, FlexBlockAttn(), 2, 1, dout.device), recurs=True)
+
+    def layer(*x):
+        return recur(*x, handle, SCALE)
+
+    called = with_gradients(layer, tokens, dout)
+    assert all(map(torch.equal, called, with_gradients(torch.compile(layer, fullgraph=True), tokens, dout)))
 
 
 def test_one_device_and_a_plan_of_one_rank_are_equal_bit_for_bit():
