@@ -15,12 +15,16 @@ from torchtitan_magi.calibrate import gpu_ms
 Runs = Mapping[str, Callable[[], object]]
 
 
-def take_turns(runs: Runs, wanted: float) -> dict[str, float]:
-    """Median GPU times, ms. Each run is timed for about `wanted` ms; an untimed call of it precedes each timed one."""
+def take_turns(runs: Runs, wanted: float, queued: int = 2_000_000) -> dict[str, float]:
+    """Median GPU times, ms. Each run is timed for about `wanted` ms; an untimed call of it precedes each timed one.
+
+    Args:
+        queued: cycles of work queued ahead, in which a call is issued.
+    """
     cache = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
     def once(run: Callable[[], object]) -> float:
-        return gpu_ms(run, 2_000_000, lambda: (run(), cache.zero_()))
+        return gpu_ms(run, queued, lambda: (run(), cache.zero_()))
 
     first = [once(run) for _ in range(2) for run in runs.values()]
     rounds = max(5, round(wanted * len(first) / sum(first)))

@@ -22,6 +22,7 @@ OWNERS = (
     "bench_data",
     "bench_dealing",
     "bench_kernel",
+    "bench_linear",
     "bench_models",
     "bench_plan",
     "bench_train",

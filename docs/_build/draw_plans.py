@@ -186,13 +186,9 @@ def names_of(parts: DocumentParts) -> list[str]:
 
 
 def order_of(parts: DocumentParts, rank: int) -> list[list[tuple[int, bool]]]:
-    """What a GPU does in the forward before maps travel, while they do, and then: parts, and whether only their map is
-    made."""
-    waits, others = parts.waits(False), parts.waits(True)
+    """What a GPU does in the forward before maps travel, and then: parts, and whether only their map is made."""
     own = parts.ranks[rank].numbers.tolist()
-    before = [(part, bool(waits[part])) for part in own if others[part]]
-    meanwhile = [(part, False) for part in own if not waits[part] and not others[part]]
-    return [before, meanwhile, [(part, False) for part in own if waits[part]]]
+    return [[(part, True) for part in own if part in parts.parent], [(part, False) for part in own]]
 
 
 @matplotlib.rc_context(STYLE)
@@ -238,11 +234,7 @@ def draw_parts(plan: AttnPlan) -> Figure:
             for part, is_map in todo:
                 bar(below, part, start, is_map)
                 start += end[part] - first[part]
-    titles = (
-        "parts that others continue;\nhatched: only the map",
-        "maps travel,\nwhole documents run",
-        "parts that waited run",
-    )
+    titles = "maps of parts\nthat others continue", "maps have travelled: all parts run,\neach from its state"
     for start, title in zip(starts, titles, strict=False):
         below.text(start, plan.cp_size - 0.45, title, color=QUIET, va="bottom", linespacing=1.3)
     figure.text(0.075, 0.95, "The pack: parts of documents A to G on their GPUs, an arrow for each map", color=INK)

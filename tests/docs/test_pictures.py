@@ -43,9 +43,9 @@ def test_the_parts_are_those_of_the_plan_in_the_order_of_a_layer():
     parts = plan.document_parts
     assert names_of(parts) == ["A1", "A2", "A3", "B", "C", "D"]
     first, inner, last = (order_of(parts, rank) for rank in range(3))
-    assert first == [[(0, False)], [(3, False)], []]
-    assert inner == [[(1, True)], [(4, False)], [(1, False)]]
-    assert last == [[], [(5, False)], [(2, False)]]
+    assert first == [[(0, True)], [(0, False), (3, False)]]
+    assert inner == [[(1, True)], [(1, False), (4, False)]]
+    assert last == [[], [(2, False), (5, False)]]
     above, below = draw_parts(plan).axes
     arrows = [text for text in above.texts if isinstance(text, Annotation)]
     assert len(arrows) == len(parts.carries(False)) == 3

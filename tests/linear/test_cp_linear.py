@@ -26,7 +26,7 @@ from support.recurrence import (
 
 import torchtitan_magi as magi
 from torchtitan_magi.exchange.in_flight import Arrival
-from torchtitan_magi.linear.chunked import Chunked
+from torchtitan_magi.linear.chunked import Chunked, ChunkedBackward, ChunkedForward
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -195,20 +195,22 @@ def test_a_rank_without_tokens_of_documents_takes_part():
     assert calls == [4, 4, 4]
 
 
-def test_whole_documents_run_while_maps_travel():
-    """Each rank has a document of 3 tokens, and 5 tokens of a cut one. Numbers are lengths of what runs."""
-    plan = plan_of([0, 15, 18, 21, 24], [0] * 5 + [1] * 5 + [2] * 5 + [0] * 3 + [1] * 3 + [2] * 3)
+CUT = [0, 15, 18, 21, 24], [0] * 5 + [1] * 5 + [2] * 5 + [0] * 3 + [1] * 3 + [2] * 3
+
+
+def test_what_waits_for_nobody_runs_while_maps_travel():
+    """Each rank has 5 tokens of a cut document, and a document of 3 tokens."""
+    plan, here = plan_of(*CUT), threading.local()
     *inputs, dout = layer_inputs(24)
-    here = threading.local()
 
-    def noted_by(run):
-        def noted(self, tokens, lengths, *rest, **options):
-            here.events += lengths
-            return run(self, tokens, lengths, *rest, **options)
+    def noted_by(of_class, name):
+        run = getattr(of_class, name)
 
-        return noted
+        def noted(self, *arguments):
+            here.events.append(name)
+            return run(self, *arguments)
 
-    forward, backward = map(noted_by, (Chunked.forward, Chunked.backward))
+        return mock.patch.object(of_class, name, noted)
 
     def events_of(mesh):
         here.events, exchange = [], mesh.all_to_all
@@ -225,57 +227,60 @@ def test_whole_documents_run_while_maps_travel():
         out.backward(magi.dispatch(dout, plan, mesh))
         return here.events
 
-    with mock.patch.object(Chunked, "forward", forward), mock.patch.object(Chunked, "backward", backward):
+    with (
+        noted_by(ChunkedForward, "maps"), noted_by(ChunkedForward, "finish"), noted_by(ChunkedBackward, "state_grads"),
+        noted_by(ChunkedBackward, "prepare"), noted_by(ChunkedBackward, "finish"),
+    ):  # fmt: skip
         first, inner, last = Loopback(3).run(events_of)
-    assert first == [5, "send", 3, "wait", "out", "send", 3, "wait", 5]
-    assert inner == [5, "send", 3, "wait", 5, "out", 5, "send", 3, "wait", 5]
-    assert last == ["send", 3, "wait", 5, "out", 5, "send", 3, "wait"]
+    there, back = ["send", "wait", "finish", "out"], ["send", "prepare", "wait", "finish"]
+    assert first == ["maps", *there, *back]
+    assert inner == ["maps", *there, "state_grads", *back]
+    assert last == [*there, "state_grads", *back]
 
 
-def test_parts_run_behind_their_parents_at_once():
-    """Rank 0 has a tree of its own, and a prompt of 4 tokens with one of its answers; rank 1 has two more answers."""
+def test_all_parts_of_a_rank_run_at_once():
+    """Rank 0 has a tree of its own, and a prompt of 4 tokens with one of its answers; rank 1 has two more answers and
+    padding. Maps are made of parts that others go on from."""
     lengths, parents = [2, 1, 3, 4, 5, 6, 6], [-1, 0, 0, -1, 3, 3, 3]
     plan, here = plan_of_mask(magi.tree_causal(lengths, parents), [0] * 15 + [1] * 15), threading.local()
     *inputs, dout = layer_inputs(30)
 
-    def noted_by(run):
-        def noted(self, tokens, lengths, *rest, **options):
-            here.events.append(lengths)
-            return run(self, tokens, lengths, *rest, **options)
+    def noted_by(name):
+        run = getattr(Chunked, name)
 
-        return noted
+        def noted(self, tokens, lengths, *rest):
+            here.events.append((lengths, rest[-1]))
+            return run(self, tokens, lengths, *rest)
+
+        return mock.patch.object(Chunked, name, noted)
 
     def events_of(mesh):
         here.events = []
         delta_rule_of_ranks(plan, mesh, inputs, dout)
         return here.events
 
-    forward, backward = map(noted_by, (Chunked.forward, Chunked.backward))
-    with mock.patch.object(Chunked, "forward", forward), mock.patch.object(Chunked, "backward", backward):
+    with noted_by("start"), noted_by("start_backward"):
         first, second = Loopback(2).run(events_of)
-    assert first == [[4], [2], [1, 3, 5], [1, 3, 5], [2], [4]]
-    assert second == [[6, 6], [6, 6]]
+    assert first == [([2, 1, 3, 4, 5], [0, 3]), ([2, 1, 3, 4, 5], [1, 2, 4])]
+    assert second == [([6, 6, 3], []), ([6, 6, 3], [0, 1])]
 
 
-def test_what_a_backend_keeps_of_a_token_comes_back_with_it():
-    """In the backward parts run in other batches than in the forward."""
+def test_what_a_backend_keeps_comes_back():
+    def finish(self, states):
+        out, _ = run(self, states)
+        return out, (self.tokens.g.clone(), torch.tensor(self.lengths))
 
-    def forward(self, tokens, *rest, **options):
-        out, ends, _ = run_forward(self, tokens, *rest, **options)
-        return out, ends, (tokens.g.clone(), tokens.v[:, :1, 0].clone())
-
-    def backward(self, tokens, lengths, scale, states, kept, *rest):
+    def start_backward(self, tokens, lengths, scale, states, kept, *rest):
         assert torch.equal(kept[0], tokens.g)
-        assert torch.equal(kept[1], tokens.v[:, :1, 0])
+        assert kept[1].tolist() == lengths
         return run_backward(self, tokens, lengths, scale, states, (), *rest)
 
-    def room(self, tokens):
-        return torch.zeros_like(tokens.g), torch.zeros_like(tokens.v[:, :1, 0])
-
-    run_forward, run_backward = Chunked.forward, Chunked.backward
-    with mock.patch.multiple(Chunked, forward=forward, backward=backward, room=room):
-        plan = plan_of([0, 15, 18, 21, 24], [0] * 5 + [1] * 5 + [2] * 5 + [0] * 3 + [1] * 3 + [2] * 3)
-        check_delta_rule([0, 15, 18, 21, 24], plan)
+    run, run_backward = ChunkedForward.finish, Chunked.start_backward
+    with (
+        mock.patch.object(ChunkedForward, "finish", finish),
+        mock.patch.object(Chunked, "start_backward", start_backward),
+    ):
+        check_delta_rule(CUT[0], plan_of(*CUT))
 
 
 def over_gloo(dtype, lengths, parents):

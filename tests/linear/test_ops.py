@@ -19,7 +19,7 @@ from torchtitan_magi.attention.bound_plan import bind_plan
 from torchtitan_magi.attention.op import PlanHandle
 from torchtitan_magi.backends.flex import FlexBlockAttn
 from torchtitan_magi.linear import delta_rule, short_conv
-from torchtitan_magi.linear.chunked import Chunked
+from torchtitan_magi.linear.chunked import Chunked, ChunkedForward
 from torchtitan_magi.linear.op import conv_backward_op, conv_op, convolve, recur, rule_backward_op, rule_op
 
 TOKENS, WIDTH = 24, 4
@@ -33,20 +33,26 @@ PLANS = {  # of two ranks
 }
 
 
+class KeepingForward(ChunkedForward):
+    def finish(self, states):
+        out, _ = super().finish(states)
+        return out, (self.tokens.g.float().contiguous(), self.tokens.v[:, :1].contiguous())
+
+
 class Keeping(Chunked):
     """Keeps rows of a token, which it wants back with it."""
 
-    def forward(self, tokens, *rest, **options):
-        out, ends, _ = super().forward(tokens, *rest, **options)
-        return out, ends, (tokens.g.float(), tokens.v[:, :1].clone())
+    def start(self, *arguments):
+        return KeepingForward(*arguments)
 
-    def backward(self, tokens, lengths, scale, states, kept, *rest):
+    def start_backward(self, tokens, lengths, scale, states, kept, *rest):
         assert torch.equal(kept[0], tokens.g.float())
         assert torch.equal(kept[1], tokens.v[:, :1])
-        return super().backward(tokens, lengths, scale, states, (), *rest)
+        return super().start_backward(tokens, lengths, scale, states, (), *rest)
 
     def room(self, tokens):
-        return tokens.g.new_zeros(tokens.g.shape, dtype=torch.float32), torch.zeros_like(tokens.v[:, :1])
+        gates = tokens.g.new_zeros(tokens.g.shape, dtype=torch.float32)
+        return gates, tokens.v.new_zeros(tokens.v[:, :1].shape)
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,10 @@ from torch import Tensor
 from torchtitan_magi.attention.dispatch import check_tensor
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.linear.backend import Tokens, own_dtypes
-from torchtitan_magi.linear.choose import choose_backend
+from torchtitan_magi.linear.choose import choose_backend, runs_kernels
 from torchtitan_magi.linear.chunked import run
 from torchtitan_magi.linear.delta_rule import delta_rule
+from torchtitan_magi.linear.kernels import check_kernels, documents
 from torchtitan_magi.linear.short_conv import ConvRows, short_conv
 from torchtitan_magi.masks.builders import varlen_causal
 from torchtitan_magi.planning.plan import AttnPlan, check_plan
@@ -19,14 +20,15 @@ from torchtitan_magi.wording import quoted
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: object, *, scale: float | None = None
 ) -> Tensor:
-    """The gated delta rule of packed documents on one device, in plain torch. Differentiable.
+    """The gated delta rule of packed documents on one device. Differentiable, on GPUs in 16 bits once.
 
     Each document begins with the state S = 0, of each value head, and token by token
 
         S = exp(g) (I - beta k k^T) S + beta k v^T,      out = scale S^T q.
 
-    The source is Gated Delta Networks, arXiv 2412.06464, computed in chunks as in arXiv 2406.06484. States and all
-    that is computed are float32, or float64 if any input is.
+    The source is Gated Delta Networks, arXiv 2412.06464, computed in chunks as in arXiv 2406.06484. Where q, k, v have
+    16 bits and are on a GPU, FlashQLA's kernels compute it: they multiply in 16 bits, states are float32. Else it is
+    plain torch in float32, or in float64 if any input is.
 
     Args:
         q: [T, HK, K].
@@ -40,16 +42,22 @@ def gated_delta_rule(
     Returns:
         out [T, H, V] in the dtype of v.
 
-    Every value must be finite. Results repeat bit for bit on the CPU.
+    Every value must be finite. Results repeat bit for bit.
 
     Raises:
         ValueError: no tensors; shapes that do not fit; q, k, v of several dtypes, or integers; several devices; a gate
-            per channel (KDA), which is not there yet; cu_seqlens as in ``varlen_causal``; a scale that is not positive.
+            per channel (KDA), which is not there yet; cu_seqlens as in ``varlen_causal``; a scale that is not positive;
+            16 bits on a GPU with heads that are not of 128, before Hopper, or without the extra ``linear``.
+        RuntimeError: a second derivative, by kernels.
     """
     tokens, scale = _checked(q, k, v, g, beta, scale)
-    documents = varlen_causal(cu_seqlens, len(v)).table
+    table = varlen_causal(cu_seqlens, len(v)).table
+    lengths = (table[:, 1] - table[:, 0]).tolist()
+    if lengths and runs_kernels(tokens):
+        check_kernels(tokens)
+        return documents(*tokens, lengths, scale)
     with own_dtypes(v.device):
-        out, _ = run(tokens, (documents[:, 1] - documents[:, 0]).tolist(), scale)
+        out, _ = run(tokens, lengths, scale)
     return out.to(v.dtype)
 
 
@@ -69,9 +77,8 @@ def cp_gated_delta_rule(
     Every rank of the mesh calls it, forward and backward, with its share of the tokens, in the order of ``dispatch``. A
     document that lies on one rank needs nothing of others. Of one that is cut each part's map of the state,
     [H, K, V + K] or for the first part [H, K, V], goes once to each rank that has a later part; in the backward the
-    transposed maps go to ranks with earlier ones. They travel in float32, or float64, while whole documents are
-    computed. In a tree of ``tree_causal`` or ``shared_prompt`` a node goes on from the state at its parent's last
-    token, wherever this lies.
+    transposed maps go to ranks with earlier ones. They travel in float32, or float64. In a tree of ``tree_causal`` or
+    ``shared_prompt`` a node goes on from the state at its parent's last token, wherever this lies.
 
     Arguments that are not named below are those of ``gated_delta_rule``, with T = plan.tokens_per_rank.
 
@@ -83,7 +90,7 @@ def cp_gated_delta_rule(
     Returns:
         out [T, H, V] in the dtype of v; tokens of no document, such as padding, have zeros.
 
-    All sums have a fixed order: results repeat bit for bit on the CPU.
+    All sums have a fixed order: results repeat bit for bit.
 
     Raises:
         ValueError: as ``gated_delta_rule``; rows that are not plan.tokens_per_rank; no plan, or one of another mask; a

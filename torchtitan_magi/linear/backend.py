@@ -35,45 +35,74 @@ class Tokens(NamedTuple):
         return Tokens(*(x.index_select(0, rows) for x in self))
 
 
+class Forward(Protocol):
+    """A forward before the first states are known."""
+
+    def maps(self) -> tuple[Tensor, Tensor]:
+        """The maps of the state of those sequences whose maps were asked for: S becomes matrix S + state.
+
+        Returns:
+            states [n, H, K, V] and matrices [n, H, K, K], of ``Tokens.wide``.
+        """
+
+    def finish(self, states: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Outputs, and what the backward needs besides the inputs.
+
+        Args:
+            states: [D, H, K, V], of ``Tokens.wide``: what each sequence begins with; None: zeros.
+
+        Returns:
+            out [T, H, V] in the dtype of v, and what is kept.
+        """
+
+
+class Backward(Protocol):
+    """A backward before the gradients of the last states are known."""
+
+    def state_grads(self) -> Tensor:
+        """Gradients of the first states of those sequences where they were asked for, if those of the last ones are
+        zero: [n, H, K, V], of ``Tokens.wide``."""
+
+    def prepare(self) -> None:
+        """What waits for nobody, to be called while maps travel."""
+
+    def finish(self, dends: Tensor | None) -> Tokens:
+        """Gradients of the tokens, in their dtypes.
+
+        Args:
+            dends: [D, H, K, V], of ``Tokens.wide``: gradients of the last states; None: zeros.
+        """
+
+
 class Backend(Protocol):
     """The rule over sequences that lie one after another, each from its own state. Autograd tracks nothing of it."""
 
-    def forward(
-        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None = None, with_out: bool = True
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Outputs, last states, and what ``backward`` needs besides the inputs.
+    def start(self, tokens: Tokens, lengths: Sequence[int], scale: float, mapped: Sequence[int] = ()) -> Forward:
+        """Begins a forward.
 
         Args:
             tokens: of all sequences.
             lengths: tokens of each sequence; at least one sequence, and one token in each.
             scale: factor of out.
-            states: [D, H, K, V], of ``tokens.wide``: what each begins with; None: zeros.
-            with_out: whether to compute out; else it is empty, and nothing is kept.
-
-        Returns:
-            out [T, H, V] of any dtype, the last states [D, H, K, V] of ``tokens.wide``, and tensors with a row for each
-            token, which depend on its own sequence only: a backward may have the sequences in other batches.
+            mapped: numbers of the sequences whose maps will be asked for.
         """
 
-    def backward(
+    def start_backward(
         self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None, kept: tuple[Tensor, ...],
-        dout: Tensor, dends: Tensor | None = None, with_tokens: bool = True,
-    ) -> tuple[Tokens | None, Tensor | None]:  # fmt: skip
-        """Gradients of the tokens, in their dtypes, and of the first states, [D, H, K, V] of ``tokens.wide``.
+        dout: Tensor, mapped: Sequence[int] = (),
+    ) -> Backward:  # fmt: skip
+        """Begins a backward.
 
         Args:
-            tokens, lengths, scale, states: as in the forward.
-            kept: rows that the forward kept of these tokens.
+            tokens, lengths, scale: as in the forward.
+            states: with which the forward was finished; not None if any sequence is mapped.
+            kept: by the forward.
             dout: [T, H, V], in the dtype of v.
-            dends: [D, H, K, V], of ``tokens.wide``: gradients of the last states; None: zeros.
-            with_tokens: whether to compute the gradients of the tokens; else they are None.
-
-        Returns:
-            both; that of the states is None where these are.
+            mapped: numbers of the sequences the gradients of whose first states will be asked for.
         """
 
     def room(self, tokens: Tokens) -> tuple[Tensor, ...]:
-        """Zeros [T, ...] of the shapes and dtypes of what ``forward`` keeps of these tokens; nothing is computed."""
+        """Zeros of the shapes and dtypes of what a forward keeps of these tokens; nothing is computed."""
 
 
 def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:

@@ -63,31 +63,78 @@ class _Layout:
 class Chunked:
     """The rule in plain torch: a ``Backend`` that keeps nothing, and runs the forward again in the backward."""
 
-    def forward(
-        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None = None, with_out: bool = True
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """As ``Backend.forward``; out is of ``tokens.wide``."""
-        with torch.no_grad():
-            return *run(tokens, lengths, scale, states, with_out), ()
+    def start(
+        self, tokens: Tokens, lengths: Sequence[int], scale: float, mapped: Sequence[int] = ()
+    ) -> "ChunkedForward":
+        """As ``Backend.start``."""
+        return ChunkedForward(tokens, lengths, scale, mapped)
 
-    def backward(
+    def start_backward(
         self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None, kept: tuple[Tensor, ...],
-        dout: Tensor, dends: Tensor | None = None, with_tokens: bool = True,
-    ) -> tuple[Tokens | None, Tensor | None]:  # fmt: skip
-        """As ``Backend.backward``."""
-        leaves = Tokens(*(x.detach().requires_grad_(with_tokens) for x in tokens))
-        first = None if states is None else states.detach().requires_grad_()
-        with torch.enable_grad():
-            out, ends = run(leaves, lengths, scale, first)
-        results = (out,) if dends is None else (out, ends)
-        wanted = [*(leaves if with_tokens else ()), *(() if first is None else (first,))]
-        dresults = [dout.to(out.dtype), dends][: len(results)]
-        grads = torch.autograd.grad(results, wanted, dresults)
-        return Tokens(*grads[:5]) if with_tokens else None, None if first is None else grads[-1]
+        dout: Tensor, mapped: Sequence[int] = (),
+    ) -> "ChunkedBackward":  # fmt: skip
+        """As ``Backend.start_backward``."""
+        return ChunkedBackward(tokens, lengths, scale, states, dout, mapped)
 
     def room(self, tokens: Tokens) -> tuple[Tensor, ...]:
         """As ``Backend.room``: nothing."""
         return ()
+
+
+class ChunkedForward:
+    """A ``Forward``."""
+
+    def __init__(self, tokens: Tokens, lengths: Sequence[int], scale: float, mapped: Sequence[int]) -> None:
+        self.tokens, self.lengths, self.scale, self.mapped = tokens, lengths, scale, mapped
+
+    def maps(self) -> tuple[Tensor, Tensor]:
+        """As ``Forward.maps``: with values [v, 0] the state [0, I] becomes [state, matrix]."""
+        num_heads, key_dim, value_dim = self.tokens.state_shape
+        rows = np.split(np.arange(len(self.tokens.v)), np.cumsum(self.lengths)[:-1])
+        of_mapped = torch.from_numpy(np.concatenate([rows[i] for i in self.mapped])).to(self.tokens.v.device)
+        tokens = self.tokens.select(of_mapped)
+        values = torch.cat([tokens.v, tokens.v.new_zeros(len(tokens.v), num_heads, key_dim)], -1)
+        one = torch.eye(key_dim, dtype=tokens.wide, device=values.device)
+        first = torch.cat([one.new_zeros(key_dim, value_dim), one], 1).expand(len(self.mapped), num_heads, -1, -1)
+        lengths = [self.lengths[i] for i in self.mapped]
+        with torch.no_grad():
+            _, ends = run(tokens._replace(v=values), lengths, 1.0, first, with_out=False)
+        return ends[..., :value_dim], ends[..., value_dim:]
+
+    def finish(self, states: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As ``Forward.finish``."""
+        with torch.no_grad():
+            out, _ = run(self.tokens, self.lengths, self.scale, states)
+        return out.to(self.tokens.v.dtype), ()
+
+
+class ChunkedBackward:
+    """A ``Backward``: the forward once more, with a graph."""
+
+    def __init__(
+        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None, dout: Tensor,
+        mapped: Sequence[int],
+    ) -> None:  # fmt: skip
+        self.tokens, self.mapped = Tokens(*(x.detach().requires_grad_() for x in tokens)), mapped
+        self.states = None if states is None else states.detach().requires_grad_()
+        with torch.enable_grad():
+            self.out, self.ends = run(self.tokens, lengths, scale, self.states)
+        self.dout = dout.to(self.out.dtype)
+
+    def state_grads(self) -> Tensor:
+        """As ``Backward.state_grads``."""
+        assert self.states is not None
+        (grads,) = torch.autograd.grad(self.out, self.states, self.dout, retain_graph=True)
+        return grads[self.mapped]
+
+    def prepare(self) -> None:
+        """As ``Backward.prepare``: nothing, autograd does all at once."""
+
+    def finish(self, dends: Tensor | None) -> Tokens:
+        """As ``Backward.finish``."""
+        if dends is None:
+            return Tokens(*torch.autograd.grad(self.out, self.tokens, self.dout))
+        return Tokens(*torch.autograd.grad((self.out, self.ends), self.tokens, (self.dout, dends)))
 
 
 def run(

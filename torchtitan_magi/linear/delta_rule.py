@@ -1,10 +1,9 @@
 """The gated delta rule of a rank's tokens: parts of documents, the maps between them, both directions.
 
-In the forward a rank first makes the maps of its parts that parts of other ranks go on from, and sends them. While they
-travel it runs what waits for nobody. Then it folds the maps of the parts above its own, and runs the parts that waited,
-each from the state behind its parent. The backward is the same with transposed maps, from parts to their parents: a
-part's map is what it makes of the gradient of the state behind it. Parts whose parent lies on the same rank run after
-it, and need no map.
+In the forward a rank first makes the maps of its parts that others go on from, and sends those that other ranks need.
+It folds the maps of the parts above its own to the state behind each parent, and runs all its parts at once, each from
+its right state. The backward is the same with transposed maps, from parts to their parents: a part's map is what it
+makes of the gradient of the state behind it.
 
 Shapes: T local tokens, HK heads of q and k, H value heads, K and V elements of a head.
 """
@@ -13,64 +12,60 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.linear.backend import Backend, Tokens, own_dtypes
-from torchtitan_magi.linear.maps import Map, folded, maps_of, send, total
+from torchtitan_magi.linear.maps import Map, pass_on, total
 from torchtitan_magi.linear.once import once
-from torchtitan_magi.masks.geometry import Bools, Int64Array
 from torchtitan_magi.planning.document_parts import RankParts
 
 
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Some of a rank's parts, which run at once."""
+@dataclass(frozen=True)
+class Runs:
+    """A rank's tokens as sequences: its parts, and what lies between them, which is of no document.
 
-    numbers: list[int]
+    Attributes:
+        lengths: tokens of each sequence.
+        gaps: first and end row of those of no document.
+        parts: which sequence each part is, ascending.
+        sources: from where something comes to sequences, in the forward and in the backward: sequence -> parts, see
+            ``DocumentParts.sources``.
+    """
+
     lengths: list[int]
-    rows: Tensor  # their tokens, local numbers
-    parents: list[list[int]]  # of each, see ``DocumentParts.sources``; empty if none has one
-    children: list[list[int]]  # likewise
+    gaps: list[tuple[int, int]]
+    parts: dict[int, int]
+    sources: tuple[dict[int, list[int]], dict[int, list[int]]]
 
     @classmethod
-    def of(cls, parts: RankParts, numbers: Int64Array, device: torch.device) -> "Group":
-        """That of these parts."""
-        first, end = parts.rows[numbers].T
-        rows = torch.from_numpy(parts.tokens_of(numbers)).to(device, non_blocking=True)
-        parents, children = ([parts.all.sources(back)[i] for i in numbers] for back in (False, True))
-        some = parents if any(parents) else [], children if any(children) else []
-        return cls(numbers.tolist(), (end - first).tolist(), rows, *some)
-
-
-class Groups(NamedTuple):
-    """A rank's parts by whom they wait for in one direction. Groups run in their order: parts after those that they
-    follow."""
-
-    inner: Group  # wait for others in both directions
-    first: list[Group]  # wait for nobody, and pass on what others wait for
-    free: list[Group]  # wait for nobody, and nobody for them
-    later: list[Group]  # wait for others
-
-    @classmethod
-    def of(cls, parts: RankParts, back: bool, device: torch.device) -> "Groups":
+    def of(cls, parts: RankParts) -> "Runs":
         """Those of a rank, made once for all layers."""
-        return parts.made_once((cls, back, device), lambda: cls._of(parts, back, device))
+        return parts.made_once(cls, lambda: cls._of(parts))
 
     @classmethod
-    @torch.inference_mode(False)  # layers in training may share it
-    def _of(cls, parts: RankParts, back: bool, device: torch.device) -> "Groups":
-        waits, others = (parts.all.waits(way)[parts.numbers] for way in (back, not back))
-        level = parts.all.level[parts.numbers]
+    def _of(cls, parts: RankParts) -> "Runs":
+        first, end = parts.rows[parts.numbers].T
+        owned = parts.all.owned[parts.rank]
+        starts = np.append(first, (owned[:, 1] - owned[:, 0]).sum())
+        before = np.insert(end, 0, 0)  # a gap may lie before each part, and behind the last
+        lengths = np.stack([starts - before, np.append(end - first, 0)], 1).ravel()
+        numbers = np.stack([np.full(len(starts), -1), np.append(parts.numbers, -1)], 1).ravel()[lengths > 0]
+        lengths = lengths[lengths > 0]
+        ends = lengths.cumsum()
+        gaps = np.stack([ends - lengths, ends], 1)[numbers < 0]
+        of_parts = {part: i for i, part in enumerate(numbers.tolist()) if part >= 0}
+        there, back = (
+            {i: parts.all.sources(back)[part] for part, i in of_parts.items() if parts.all.sources(back)[part]}
+            for back in (False, True)
+        )
+        return cls(lengths.tolist(), list(map(tuple, gaps.tolist())), of_parts, (there, back))
 
-        def by_level(which: Bools) -> list[Group]:
-            """Parents before their children; in the backward the children first."""
-            levels = sorted(set(level[which].tolist()), reverse=back)
-            return [Group.of(parts, parts.numbers[which & (level == one)], device) for one in levels]
-
-        inner = Group.of(parts, parts.numbers[waits & others], device)
-        return cls(inner, *map(by_level, (~waits & others, ~waits & ~others, waits)))
+    def mapped(self, back: bool) -> dict[int, int]:
+        """Which sequence each part is that others follow, ascending; in the backward that follows others."""
+        return {part: i for part, i in self.parts.items() if i in self.sources[not back]}
 
 
 class Layer(NamedTuple):
@@ -83,92 +78,77 @@ class Layer(NamedTuple):
     backend: Backend
 
     @property
-    def zero(self) -> Tensor:
-        """A state of zeros, [H, K, V]."""
-        return self.tokens.v.new_zeros(self.tokens.state_shape, dtype=self.tokens.wide)
+    def no_states(self) -> Tensor:
+        """[0, H, K, V]."""
+        return self.tokens.v.new_empty(0, *self.tokens.state_shape, dtype=self.tokens.wide)
 
-    def totals(self, passed: dict[int, Tensor], sources: list[list[int]]) -> Tensor | None:
-        """What comes to each of some parts, [parts, H, K, V], of these sources; None if nothing comes to any."""
-        each = [total(passed, of_one) for of_one in sources]
-        if all(state is None for state in each):
+    def totals(self, passed: dict[int, Tensor], sources: dict[int, list[int]]) -> Tensor | None:
+        """What comes to each sequence, [D, H, K, V], of these sources; None if nothing comes to any."""
+        if not sources:
             return None
-        zero = self.zero
-        return torch.stack([zero if state is None else state for state in each])
+        states = self.no_states.new_zeros(len(Runs.of(self.parts).lengths), *self.tokens.state_shape)
+        for i, of_one in sources.items():
+            states[i] = total(passed, of_one)
+        return states
 
 
 class Kept(NamedTuple):
     """What the forward keeps for the backward."""
 
     states: Tensor  # [n, H, K, V]: behind each of ``RankParts.parents``
-    matrices: Tensor  # [m, H, K, K]: of the maps of ``Groups.inner``
-    of_backend: tuple[Tensor, ...]  # each [T, ...]
+    matrices: Tensor  # [m, H, K, K]: of the maps of parts that have a parent and children
+    of_backend: tuple[Tensor, ...]
 
 
 def forward(layer: Layer) -> tuple[Tensor, Kept]:
     """out [T, H, V] of a rank, in the dtype of v, and what its backward needs. A collective where documents are cut."""
     tokens, parts, transport, scale, backend = layer
-    groups = Groups.of(parts, False, tokens.v.device)
-    out = torch.zeros_like(tokens.v, memory_format=torch.contiguous_format)
-    passed: dict[int, Tensor] = {}  # the states behind parts
-    kept = backend.room(tokens)
-
-    def run(group: Group) -> None:
-        states = layer.totals(passed, group.parents)
-        outs, ends, rows = backend.forward(tokens.select(group.rows), group.lengths, scale, states)
-        for target, x in zip((out, *kept), (outs, *rows), strict=True):
-            target.index_copy_(0, group.rows, x.to(target.dtype))
-        if group.children:
-            passed.update((part, ends[i]) for i, part in enumerate(group.numbers) if group.children[i])
-
-    inner = maps_of(tokens.select(groups.inner.rows), groups.inner.lengths, backend)
-    matrices = [one.matrix for one in inner if one.matrix is not None]
-    for group in groups.first:
-        run(group)
-    maps = {part: Map(end) for part, end in passed.items()} | dict(zip(groups.inner.numbers, inner, strict=True))
-    arrived = send(maps, parts, False, layer.zero, transport)
-    for group in groups.free:
-        run(group)
-    passed |= folded(arrived(), parts, back=False)
-    for group in groups.later:
-        run(group)
-    states = [passed[part] for part in parts.parents]
-    _, key_dim, value_dim = tokens.state_shape
-    return out, Kept(_stacked(states, layer.zero, value_dim), _stacked(matrices, layer.zero, key_dim), kept)
+    runs, none = Runs.of(parts), layer.no_states
+    if not runs.parts:
+        pass_on({}, parts, False, none, transport)
+        return torch.zeros_like(tokens.v), Kept(none, _stacked([], none, tokens.k.shape[2]), backend.room(tokens))
+    mapped = runs.mapped(back=False)
+    started = backend.start(tokens, runs.lengths, scale, [*mapped.values()])
+    maps = dict(zip(mapped, map(Map, *started.maps()), strict=True)) if mapped else {}
+    passed = pass_on(maps, parts, False, none, transport)
+    out, of_backend = started.finish(layer.totals(passed, runs.sources[False]))
+    states, (_, key_dim, value_dim) = [passed[part] for part in parts.parents], tokens.state_shape
+    matrices = [
+        one.matrix for part, one in maps.items() if runs.parts[part] in runs.sources[False] and one.matrix is not None
+    ]
+    return _without(out, runs.gaps), Kept(
+        _stacked(states, none, value_dim), _stacked(matrices, none, key_dim), of_backend
+    )
 
 
 def backward(layer: Layer, dout: Tensor, kept: Kept) -> tuple[Tensor, ...]:
     """Gradients of the tokens. A collective where documents are cut."""
     tokens, parts, transport, scale, backend = layer
-    groups = Groups.of(parts, True, tokens.v.device)
-    grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tokens)
-    states = dict(zip(parts.parents, kept.states, strict=True))
-    passed: dict[int, Tensor] = {}  # the gradients of the states before parts
-
-    def run(group: Group, with_tokens: bool = True) -> dict[int, Tensor]:
-        own, rows = tokens.select(group.rows), tuple(x.index_select(0, group.rows) for x in kept.of_backend)
-        first, dends = layer.totals(states, group.parents), layer.totals(passed, group.children)
-        douts = dout.index_select(0, group.rows)
-        dtokens, dstates = backend.backward(own, group.lengths, scale, first, rows, douts, dends, with_tokens)
-        for grad, x in zip(grads, dtokens or (), strict=False):
-            grad.index_copy_(0, group.rows, x)
-        return {} if dstates is None else dict(zip(group.numbers, dstates, strict=True))
-
-    inner = run(groups.inner, with_tokens=False) if groups.inner.numbers else {}
-    maps = {part: Map(inner[part], matrix.mT) for part, matrix in zip(inner, kept.matrices, strict=True)}
-    for group in groups.first:
-        passed |= run(group)
-    maps |= {part: Map(dstate) for part, dstate in passed.items()}
-    arrived = send(maps, parts, True, layer.zero, transport)
-    for group in groups.free:
-        passed |= run(group)
-    passed |= folded(arrived(), parts, back=True)
-    for group in groups.later:
-        passed |= run(group)
-    return grads
+    runs, none = Runs.of(parts), layer.no_states
+    if not runs.parts:
+        pass_on({}, parts, True, none, transport)
+        return tuple(map(torch.zeros_like, tokens))
+    mapped = runs.mapped(back=True)
+    states = layer.totals(dict(zip(parts.parents, kept.states, strict=True)), runs.sources[False])
+    started = backend.start_backward(tokens, runs.lengths, scale, states, kept.of_backend, dout, [*mapped.values()])
+    maps, matrices = {}, iter(kept.matrices.mT)
+    if mapped:
+        for (part, i), dstate in zip(mapped.items(), started.state_grads(), strict=True):
+            maps[part] = Map(dstate, next(matrices) if i in runs.sources[True] else None)
+    passed = pass_on(maps, parts, True, none, transport, started.prepare)
+    grads = started.finish(layer.totals(passed, runs.sources[True]))
+    return tuple(_without(x, runs.gaps) for x in grads)
 
 
-def _stacked(states: Sequence[Tensor], zero: Tensor, width: int) -> Tensor:
-    return torch.stack(states) if states else zero.new_zeros(0, *zero.shape[:2], width)
+def _without(x: Tensor, gaps: list[tuple[int, int]]) -> Tensor:
+    """x [T, ...] with zeros for tokens of no document, in place."""
+    for first, end in gaps:
+        x[first:end] = 0
+    return x
+
+
+def _stacked(states: Sequence[Tensor], none: Tensor, width: int) -> Tensor:
+    return torch.stack(states) if states else none.new_empty(*none.shape[:-1], width)
 
 
 class _DeltaRule(torch.autograd.Function):

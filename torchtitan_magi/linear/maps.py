@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.transport import Transport
-from torchtitan_magi.linear.backend import Backend, Tokens
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.document_parts import RankParts
 from torchtitan_magi.planning.needs import sums
@@ -33,41 +32,30 @@ class Map(NamedTuple):
         return self.state if state is None or self.matrix is None else self.matrix @ state + self.state
 
 
-def maps_of(tokens: Tokens, lengths: Sequence[int], backend: Backend) -> list[Map]:
-    """The maps of parts of these lengths: with values [v, 0] the state [0, I] becomes [state, matrix]."""
-    if not lengths:
-        return []
-    num_heads, key_dim, value_dim = tokens.state_shape
-    values = torch.cat([tokens.v, tokens.v.new_zeros(len(tokens.v), num_heads, key_dim)], -1)
-    one = torch.eye(key_dim, dtype=tokens.wide, device=values.device)
-    first = torch.cat([one.new_zeros(key_dim, value_dim), one], 1).expand(len(lengths), num_heads, -1, -1)
-    _, ends, _ = backend.forward(tokens._replace(v=values), lengths, 1.0, first, with_out=False)
-    return [Map(end[..., :value_dim], end[..., value_dim:]) for end in ends]
-
-
 def send(
-    maps: dict[int, Map], parts: RankParts, back: bool, zero: Tensor, transport: Transport
+    maps: dict[int, Map], parts: RankParts, back: bool, none: Tensor, transport: Transport
 ) -> Callable[[], dict[int, Map]]:
     """Sends maps to the ranks that need them. Every rank takes part, also one that neither sends nor gets any.
 
     Args:
         maps: by part, this rank's; at least those that others need.
         back: whether they are transposed, of the backward.
-        zero: [H, K, V], a state of zeros.
+        none: [0, H, K, V], no states.
 
     Returns:
         what waits for the exchange, and gives the maps of this rank and of others.
     """
     if not len(parts.all.carries(back)):
         return lambda: maps
-    exchange = exchange_of(parts, back, zero.shape)
+    shape = none.shape[1:]
+    exchange = exchange_of(parts, back, shape)
     flat = [x.flatten() for part in parts.sent(back)[:, 1].tolist() for x in maps[part] if x is not None]
-    output = zero.new_empty(sum(exchange.recv_splits))
-    arrival = transport.all_to_all(output, torch.cat([zero.new_empty(0), *flat]), exchange, back=False)
+    output = none.new_empty(sum(exchange.recv_splits))
+    arrival = transport.all_to_all(output, torch.cat([none.new_empty(0), *flat]), exchange, back=False)
 
     def arrived() -> dict[int, Map]:
         arrival.wait()
-        return maps | _unpacked(output, parts, back, zero.shape)
+        return maps | _unpacked(output, parts, back, shape)
 
     return arrived
 
@@ -105,16 +93,33 @@ def _unpacked(output: Tensor, parts: RankParts, back: bool, shape: Sequence[int]
     return found
 
 
-def folded(maps: dict[int, Map], parts: RankParts, back: bool) -> dict[int, Tensor]:
-    """What the rank's parts wait for: the states behind parents on other ranks, [H, K, V] by part; in the backward the
-    gradients of those before children.
+def pass_on(
+    maps: dict[int, Map], parts: RankParts, back: bool, none: Tensor, transport: Transport,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> dict[int, Tensor]:  # fmt: skip
+    """The state behind each part that the rank's parts follow, [H, K, V]; in the backward the gradient of that before
+    each. A collective where documents are cut.
 
     Args:
-        maps: of all parts that lead there.
+        maps: of the rank's parts that others follow; in the backward of those that follow others.
+        back, none: as in ``send``.
+        meanwhile: is called while maps travel.
     """
+    sources, waits = parts.all.sources(back), parts.all.waits(back)
+    order = sorted(maps, reverse=back)
     passed: dict[int, Tensor] = {}
+    for part in order:
+        if not waits[part]:
+            passed[part] = maps[part].after(total(passed, sources[part]))
+    known = {part: Map(state) for part, state in passed.items()}
+    arrived = send(maps | known, parts, back, none, transport)
+    meanwhile()
+    found = arrived()
     for part in parts.folded(back):
-        passed[part] = maps[part].after(total(passed, parts.all.sources(back)[part]))
+        passed[part] = found[part].after(total(passed, sources[part]))
+    for part in order:
+        if part not in passed:
+            passed[part] = maps[part].after(total(passed, sources[part]))
     return passed
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from torchtitan_magi.masks.forest import Runs, runs_of
-from torchtitan_magi.masks.geometry import Bools, Int64Array, expand, frozen, intersecting
+from torchtitan_magi.masks.geometry import Bools, Int64Array, frozen, intersecting
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.stage import numbered
@@ -66,15 +66,6 @@ class DocumentParts:
 
     def __len__(self) -> int:
         return len(self.parent)
-
-    @functools.cached_property
-    def level(self) -> Int64Array:
-        """How many parts right above each lie on its rank, one after the other, int64 [n]."""
-        here = np.where(self.is_cut, -1, self.parent)
-        level, above = np.zeros_like(here), here
-        while (some := above >= 0).any():
-            level, above = level + some, np.where(some, here[above], -1)
-        return frozen(level)
 
     def waits(self, back: bool) -> Bools:
         """Whether what comes to each part depends on other ranks, [n]: those above it, or in the backward those below
@@ -167,7 +158,7 @@ class Counts(NamedTuple):
     """Of a rank what says how much it keeps of a layer for the backward."""
 
     states: int  # parts, on any rank, that its own go on from
-    matrices: int  # its parts that wait for others in both directions
+    matrices: int  # its parts that go on from one and that others go on from
     cut: int  # its parts whose parent lies on another rank
 
 
@@ -200,9 +191,9 @@ class RankParts:
     @property
     def counts(self) -> Counts:
         """How many parts leave something to keep."""
-        inner = self.all.waits(False) & self.all.waits(True)
-        own = self.numbers
-        return Counts(len(self.parents), int(inner[own].sum()), int(self.all.is_cut[own].sum()))
+        own, parent = self.numbers, self.all.parent
+        inner = (parent[own] >= 0) & np.isin(own, parent)
+        return Counts(len(self.parents), int(inner.sum()), int(self.all.is_cut[own].sum()))
 
     @functools.cached_property
     def rows(self) -> Int64Array:
@@ -212,10 +203,6 @@ class RankParts:
         rows = np.full((len(self.all), 2), -1)
         rows[self.numbers] = ranges + (held[which, 2] - held[which, 0])[:, None]
         return frozen(rows)
-
-    def tokens_of(self, parts: Int64Array) -> Int64Array:
-        """Local token numbers of some of the rank's parts, one part after the other."""
-        return expand(*self.rows[parts].T)
 
     def sent(self, back: bool) -> Int64Array:
         """Maps that the rank sends, int64 [m, 2], in this order: receiver, part."""
