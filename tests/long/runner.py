@@ -19,7 +19,7 @@ __all__ = ["DEBUG_TOML", "ROOT", "TITAN", "Run", "TrainingError", "runs", "train
 VERSIONS = ("0.2.2", "0.3.0")
 TOMLS = {"SFT": DEBUG_TOML, "DPO": ROOT / "train_configs" / "dpo_debug.toml"}
 # of tests/support/hf_models.py
-KINDS = {"llama3": "llama", "qwen3": "qwen3", "qwen3 MoE": "qwen3_moe", "gpt_oss": "gpt_oss"}
+KINDS = {"llama3": "llama", "qwen3": "qwen3", "qwen3 MoE": "qwen3_moe", "gpt_oss": "gpt_oss", "qwen3_5": "qwen3_5"}
 train: Callable[..., Run] = partial(runs.train, defaults=(), layers=None, entry="torchtitan_magi.train")
 
 

@@ -12,14 +12,22 @@ import torch
 from support.runs import ROOT, call
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
+from torchtitan_magi.models.published import published_sizes
 from torchtitan_magi.planning.choose_stages import MOST_BYTES
-from torchtitan_magi.sizing.activations import attention_gradients, kept_and_recomputed
-from torchtitan_magi.sizing.exchanged_rows import fullest_plan, rows_and_sums, rows_in_flight
+from torchtitan_magi.sizing.activations import attention_gradients, kept_activations
+from torchtitan_magi.sizing.exchanged_rows import (
+    fullest_plan,
+    maps_held,
+    rows_and_sums,
+    rows_in_flight,
+    states_of_parts,
+)
 from torchtitan_magi.sizing.memory import GIB, describe, moments, predict, remedies
 from torchtitan_magi.sizing.run_setup import Setup
 
 LLAMA_8B = ModelConfig("llama3", 4096, 32, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5))
 QWEN_30B = ModelConfig("qwen3", 2048, 48, 32, 4, 128, 6144, 151936, 1e-6, Rope(1e6), False, Experts(128, 8, 768, True))
+QWEN_9B = published_sizes("Qwen3.5-9B")
 MEASURED = sorted((ROOT / "benchmarks" / "results").glob("train_*.json"))
 SETUP = Setup(LLAMA_8B, 131072, cp=4, compiled=True, compiled_loss=True)
 
@@ -52,14 +60,14 @@ def test_parts_add_up_and_the_largest_moment_is_predicted():
         assert all(size > 0 for size in predict(setup).parts.values())
 
 
-@pytest.mark.parametrize("model", [LLAMA_8B, QWEN_30B], ids=lambda model: model.model)
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN_30B, QWEN_9B], ids=lambda model: model.model)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_more_checkpointing_keeps_less(model, compiled, tp):
     setup = Setup(model, 131072, cp=4, tp=tp, compiled=compiled)
 
     def kept(mode, **fields):
-        return kept_and_recomputed(replace(setup, checkpointing=mode, **fields))[0]
+        return kept_activations(replace(setup, checkpointing=mode, **fields))
 
     order = [kept("full"), kept("selective"), kept("selective", every=2), kept("none")]
     assert order == sorted(set(order))
@@ -86,6 +94,20 @@ def test_what_an_option_takes(fields, part, gib):
     moment = "the output layer" if part == "logits" else "the last block's backward"
     assert parts_at(replace(SETUP, **fields), moment).get(part, 0) / GIB == pytest.approx(gib, rel=0.02)
     assert (changed[moment] > now[moment]) == (gib > 0)
+
+
+def test_linear_attention_holds_maps_of_parts_where_a_document_is_cut():
+    setup = Setup(QWEN_9B, 65536, cp=8)
+    num_parts, one_map = len(fullest_plan(setup).document_parts), 32 * 128 * 256 * 4  # [H, K, V + K] in float32
+    assert 8 <= num_parts <= 48
+    assert maps_held(setup) == num_parts * one_map
+    assert maps_held(replace(setup, tp=2)) == len(fullest_plan(replace(setup, tp=2)).document_parts) * one_map / 2
+    per_layer = -(-num_parts // 8) * one_map
+    assert states_of_parts(setup) == per_layer
+    assert states_of_parts(replace(setup, cp=1, seq_len=8192)) == maps_held(replace(setup, cp=1)) == 0
+    kept = [kept_activations(one) for one in (setup, replace(setup, cp=1, seq_len=8192))]
+    assert kept[0] - kept[1] == 24 * per_layer
+    assert kept_activations(replace(setup, checkpointing="full")) == 32 * setup.tokens * 4096 * 2
 
 
 def test_a_dense_document_receives_the_rest_of_its_pack():

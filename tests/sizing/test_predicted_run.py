@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.published import CONFIGS, OF_0_3, SHIPPED, read
+from support.published import CONFIGS, OF_0_3, SHIPPED, WITH_PICTURES, read
 from support.runs import ROOT
 
 from torchtitan_magi.masks.builders import shared_prompt, sliding_window, varlen_causal
 from torchtitan_magi.models.published import SIZES, published_sizes
-from torchtitan_magi.models.shapes import parameters_of
+from torchtitan_magi.models.shapes import block_of, parameters_of
 from torchtitan_magi.sizing import command
-from torchtitan_magi.sizing.gpus import A100, GPUS, H100, H200, gpu_named
+from torchtitan_magi.sizing.gpus import A100, GPUS, H100, H200, RULE, gpu_named
 from torchtitan_magi.sizing.memory import GIB, predict
 from torchtitan_magi.sizing.predicted_run import Place, _area, expected_largest, faster, predict_run
 from torchtitan_magi.sizing.run_setup import LORA_TARGETS, Setup
@@ -108,6 +108,50 @@ def test_a_label_less_token_needs_no_logits():
     assert half["matrix products"] == whole["matrix products"]
 
 
+QWEN = SIZES["Qwen3.5-9B"]
+HYBRID = replace(SETUP, model=QWEN)
+
+
+def test_layers_of_linear_attention_take_what_tokens_take_not_what_pairs_take():
+    """Beside the same model whose layers all attend: a quarter of the attention, and the rule by its operations."""
+    run, dense = predict_run(HYBRID, PLACE), predict_run(replace(HYBRID, model=replace(QWEN, linear=None)), PLACE)
+    assert run.time.parts["attention"] == pytest.approx(dense.time.parts["attention"] / 4)
+    assert "linear attention" not in dense.time.parts
+    one_document = replace(PLACE, packs=(np.array([131072]),))
+    parts = predict_run(HYBRID, one_document).time.parts
+    assert parts["attention"] > 4 * run.time.parts["attention"]
+    for part in ("linear attention", "element-wise passes"):
+        assert parts[part] == pytest.approx(run.time.parts[part])
+    twice = predict_run(replace(HYBRID, tp=2, cp=4), PLACE).time.parts["linear attention"]
+    assert twice == pytest.approx(run.time.parts["linear attention"])  # half of the heads of twice the tokens
+    again = predict_run(replace(HYBRID, checkpointing="none"), PLACE).time.parts
+    assert again["linear attention"] == run.time.parts["linear attention"]
+
+
+def test_operations_that_count_for_mfu_are_those_of_the_recurrence():
+    """6 K V per token and head forward, twice that backward, in 24 layers; chunks take almost twice as many."""
+    pairs = 1e6
+    found = time_of_step(HYBRID, H100, 8, (0.0, 0.0), pairs)
+    blocks = sum(block_of(QWEN, number).used for number in range(32))
+    products = 6 * (blocks + 248320 * 4096) * HYBRID.tokens
+    recurrence = 3 * 24 * 6 * 32 * 128 * 128 * HYBRID.tokens
+    attention = 6 * 8 * 16 * 2 * 256 * pairs
+    assert found.flops == pytest.approx(4 * (products + recurrence + attention))
+    chunks = 3 * 24 * 32 * (6 * 128 * 128 + 64 * 10 * 128) * HYBRID.tokens
+    assert found.parts["linear attention"] == pytest.approx(4 * chunks / (RULE * H100.products))
+
+
+def test_stages_of_a_pipeline_have_the_kinds_of_layers_of_their_place():
+    first, last = replace(HYBRID, model=replace(QWEN, num_layers=30, linear=QWEN.linear.between(0, 30)), pp=4).stages()
+    assert first.model.linear.layers == (0, 1, 2, 4, 5, 6)  # layers 0 to 7
+    assert last.model.linear.layers == (0, 2, 3, 4, 6, 7)  # layers 22 to 29, of which 23 and 27 attend
+    assert last.model.num_attention_layers == 2
+    run = predict_run(replace(HYBRID, pp=2, cp=4, at_once=4), PLACE)
+    assert run.time.parts["linear attention"] == pytest.approx(
+        predict_run(HYBRID, PLACE).time.parts["linear attention"]
+    )
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
 def test_stages_of_a_pipeline_hold_the_model_once_and_their_microbatches(schedule):
     setup = replace(SETUP, pp=4, microbatches=8, at_once=8, schedule=schedule)
@@ -164,11 +208,18 @@ def test_what_is_called_faster_fits_and_takes_less_time_for_the_same_packs():
 # ------------------------------------------------------------------------------------------------------ sizes of models
 
 
+FILES = SHIPPED | {
+    "Llama-3.1-8B": "Llama 3.1 8B",
+    "Llama-3.1-70B": "Llama 3.1 70B",
+    "gpt-oss-20b": "gpt-oss 20b",
+    **dict.fromkeys(("Qwen3.5-27B", "Qwen3.8-27B"), "Qwen3.6 27B"),
+    **dict.fromkeys(("Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B"), "Qwen3.5 35B-A3B"),
+}
+
+
 @pytest.mark.parametrize("name", sorted(SIZES))
 def test_sizes_of_published_models_are_those_of_their_files(name):
-    published = CONFIGS | OF_0_3
-    key = SHIPPED.get(name) or SHIPPED.get(f"{name}-Instruct") or {"Qwen3-30B-A3B": "Qwen3 30B-A3B"}.get(name)
-    found = read(published[key or "gpt-oss 20b"])
+    found = read((CONFIGS | OF_0_3 | WITH_PICTURES)[FILES[name]])
     sizes = published_sizes(f"assets/hf/{name}-Instruct")
     assert replace(sizes, rope=found.rope) == found
     assert parameters_of(sizes) == parameters_of(found)
@@ -230,6 +281,8 @@ LORA = "[magi.lora]\nrank = 16"
             "idle in the pipeline",
         ),
         ("llama3", "Llama-3.1-8B", "data_parallel_shard_degree = 16", 1, "", "each of 16 H100"),
+        ("qwen3_5", "Qwen3.6-27B", "context_parallel_degree = 8", 1, LORA, "for a layer that attends, 16 of 64:"),
+        ("qwen3_5", "Qwen3.6-35B-A3B", "context_parallel_degree = 8", 1, "", "linear attention"),
     ],
 )
 def test_every_kind_of_run_has_an_answer(model, folder, degrees, batch, more, expected, tmp_path, monkeypatch, capsys):

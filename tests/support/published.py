@@ -289,6 +289,8 @@ SHIPPED = {  # folders that files of train_configs name -> the published model
     "Qwen3-32B": "Qwen3 32B",
     "Qwen3-30B-A3B": "Qwen3 30B-A3B",
     "gpt-oss-20b-bf16": "gpt-oss 20b",
+    "Qwen3.5-9B": "Qwen3.5 9B",
+    "Qwen3.6-27B": "Qwen3.6 27B",
 }
 small_llama, small_qwen = partial(llama, 64, 176, 2, 8), partial(qwen, 64, 176, 2, 8)
 small_moe = partial(qwen_moe, 64, 176, 2, 8, 48)
@@ -297,12 +299,13 @@ small_moe = partial(qwen_moe, 64, 176, 2, 8, 48)
 def shipped_model(values):
     """The config.json of the model that a file of train_configs trains; None for a flavor of torchtitan's own."""
     name = SHIPPED.get(Path(values["model"]["hf_assets_path"]).name)
-    return name and (CONFIGS | OF_0_3)[name]
+    return name and (CONFIGS | OF_0_3 | WITH_PICTURES)[name]
 
 
 def needs_0_3(values):
     """Whether torchtitan 0.2.2 refuses a file of train_configs: for its model, or its adapters."""
-    return SHIPPED.get(Path(values["model"]["hf_assets_path"]).name) in OF_0_3 or "lora" in values["magi"]
+    name = SHIPPED.get(Path(values["model"]["hf_assets_path"]).name)
+    return name in OF_0_3 | WITH_PICTURES or "lora" in values["magi"]
 
 
 def read(fields):

@@ -112,6 +112,7 @@ def test_the_stock_entry_point_names_ours():
             "--model.name gpt_oss --model.flavor hf",
             ["'gpt_oss', which needs torchtitan 0.3; pip install torchtitan==0.3.0"],
         ),
+        ("--model.name qwen3_5 --model.flavor hf", ["'qwen3_5', which needs torchtitan 0.3"]),
         ("--magi.lora.rank 4", ["magi.lora.rank is 4", "set it to 0", "install torchtitan 0.3"]),
     ],
 )

@@ -14,7 +14,7 @@ from support.runs import DEBUG_TOML, call, train, watch
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.models.shapes import parameters_of
-from torchtitan_magi.sizing.activations import ffn_saved, kept_and_recomputed
+from torchtitan_magi.sizing.activations import ffn_saved, kept_activations
 from torchtitan_magi.sizing.memory import OUTSIDE_PYTORCH
 from torchtitan_magi.sizing.run_file import RunFile
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
@@ -123,7 +123,7 @@ def saved_by_blocks():
         block(*inputs)  # compiles
         saved = bytes_saved(block, inputs, not_counted)
         setup = Setup(config, tokens, checkpointing=mode, compiled=True)
-        found[name, mode] = kept_and_recomputed(setup)[0], saved
+        found[name, mode] = kept_activations(setup), saved
     return found
 
 

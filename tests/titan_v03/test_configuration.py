@@ -27,13 +27,11 @@ def options_of(toml, *overrides):
 def summary_of(toml, *overrides):
     """What the tests look at in these fields."""
     from torchtitan_magi.titan.v03.config import job_of
-    from torchtitan_magi.titan.v03.models import config_of
     from torchtitan_magi.titan.v03.trainer import MagiTrainer
 
     config = MagiTrainer.Config(**options_of(toml, *overrides))
     job = job_of(config)
     return {
-        "model": config_of(config.model_spec.model),
         "checkpointing": type(config.activation_checkpoint).__qualname__,
         "optimizer": config.optimizer.param_groups[0].optimizer_kwargs,
         "backend": config.parallelism.spmd_backend,

@@ -147,6 +147,22 @@ class LinearAttention:
         """What the short convolution goes over: all elements of queries, keys and values."""
         return 2 * self.num_heads_qk * self.head_dim + self.num_heads_v * self.value_dim
 
+    def on_rank(self, tensor_parallel: int) -> "LinearAttention":
+        """The part of one tensor-parallel rank, which has its share of the heads."""
+        heads_qk, heads_v = self.num_heads_qk // tensor_parallel, self.num_heads_v // tensor_parallel
+        return replace(self, num_heads_qk=heads_qk, num_heads_v=heads_v)
+
+    def between(self, first: int, count: int) -> "LinearAttention":
+        """Those of ``count`` of the model's layers from ``first`` on, numbered from 0."""
+        numbers = range(first, first + count)
+        return replace(self, layers=tuple(number - first for number in self.layers if number in numbers))
+
+    @property
+    def flops(self) -> int:
+        """Operations of one layer's recurrence for each token, forward: what the state holds for the key, what it takes
+        in, and what the query reads, two for each of its elements. Chunks take more, see ``step_time``."""
+        return 6 * self.num_heads_v * self.head_dim * self.value_dim
+
 
 @dataclass(frozen=True)
 class MuseGlimmer:
@@ -234,6 +250,11 @@ class ModelConfig:
     def attention_flops(self) -> int:
         """Operations of all layers' attention for each (query, key) pair: two products forward, four backward."""
         return 6 * self.num_attention_layers * self.num_heads_q * (self.head_dim + self.value_dim)
+
+    @property
+    def linear_flops(self) -> int:
+        """Operations of all layers' recurrence for each token: a backward takes twice those of its forward."""
+        return 3 * len(self.linear.layers) * self.linear.flops if self.linear else 0
 
     @property
     def num_positions(self) -> int:

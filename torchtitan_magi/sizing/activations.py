@@ -1,10 +1,28 @@
 """What activations take on each rank: what blocks keep for their backward and compute again, gradients, logits.
 
-Formulas follow the operations of torchtitan's blocks; tests compare them with what llama3's and qwen3's save.
+Formulas follow the operations of torchtitan's blocks; tests compare them with what those of llama3, qwen3 and qwen3_5
+save. A layer is of one kind or the other: softmax attention, or linear attention (Gated DeltaNet).
 """
 
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
+from torchtitan_magi.models.model_config import LinearAttention
+from torchtitan_magi.sizing.exchanged_rows import states_of_parts
 from torchtitan_magi.sizing.run_setup import FLOAT32, Setup
+
+CHUNK = 64  # tokens that kernels of linear attention compute at once
+
+
+def kinds_of_layers(setup: Setup) -> dict[bool, int]:
+    """Whether layers have linear attention -> how many do; without kinds that the model has not."""
+    linear = len(setup.model.linear.layers) if setup.model.linear else 0
+    found = {False: setup.model.num_attention_layers, True: linear}
+    return {is_linear: count for is_linear, count in found.items() if count}
+
+
+def _norm_saved(setup: Setup) -> int:
+    """Bytes per element that a norm saves: its input. Qwen3.5's is plain torch, which saves two float32 copies if it
+    is not compiled."""
+    return setup.compute_bytes if setup.compiled or setup.model.model != "qwen3_5" else 2 * FLOAT32
 
 
 def attention_saved(setup: Setup) -> int:
@@ -16,14 +34,48 @@ def attention_saved(setup: Setup) -> int:
     """
     model, heads = setup.model, setup.heads
     q, k, v = heads.query_elements, heads.num_heads_kv * heads.head_dim, heads.num_heads_kv * heads.value_dim
-    elements = setup.local_dim + model.dim + q + k + v + heads.out_elements
-    if model.model in ("qwen3", "muse_glimmer"):
-        elements += q + k
+    elements, normed = model.dim + q + k + v + heads.out_elements, setup.local_dim
+    if model.model in ("qwen3", "qwen3_5", "muse_glimmer"):
+        normed += q + k
+    if model.model == "qwen3_5":
+        elements += 2 * heads.out_elements
     if (latent := model.latent) is not None:
         elements += 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim
     if model.muse is not None:
         elements += 2 * heads.out_elements + setup.local_dim
-    return elements * setup.compute_bytes + heads.num_heads_q * FLOAT32 + model.head_dim * 4
+    rest = heads.num_heads_q * FLOAT32 + model.rotary_dim * 4
+    return elements * setup.compute_bytes + normed * _norm_saved(setup) + rest
+
+
+def linear_saved(setup: Setup) -> int:
+    """Bytes per token that linear attention and the norm before it save for the backward.
+
+    The block's input and the normalized input; queries, keys and values before and behind the short convolution, and
+    queries and keys divided by their lengths; the gate's input and the gate in float32, the strength of the update; the
+    rule's output, the gate of its norm, and what the norm puts out; what kernels keep. What is not compiled is plain
+    torch, which saves float32 copies at both norms, at lengths and at the gate.
+    """
+    linear, compute = _linear_of(setup), setup.compute_bytes
+    heads, values = linear.num_heads_v, linear.num_heads_v * linear.value_dim
+    lengths = 2 * linear.num_heads_qk * linear.head_dim
+    elements = setup.model.dim + 2 * linear.channels + lengths + 3 * values + 2 * heads
+    copies = lengths * FLOAT32 + heads * FLOAT32 + values * (4 * FLOAT32 - compute)
+    copies *= not setup.compiled
+    rest = 2 * heads * FLOAT32 + _of_kernels(setup)
+    return elements * compute + setup.local_dim * _norm_saved(setup) + copies + rest
+
+
+def _of_kernels(setup: Setup) -> int:
+    """Bytes per token that kernels keep: sums of gates in float32, and the inverse of each chunk's triangular matrix
+    (arXiv 2412.06464). Plain torch keeps nothing."""
+    return _linear_of(setup).num_heads_v * (CHUNK * setup.compute_bytes + FLOAT32) * setup.gpu
+
+
+def _linear_of(setup: Setup) -> LinearAttention:
+    """The linear attention of a rank, which has its tensor-parallel part of the heads."""
+    linear = setup.model.linear
+    assert linear is not None
+    return linear.on_rank(setup.tp)
 
 
 def ffn_saved(setup: Setup) -> int:
@@ -35,13 +87,14 @@ def ffn_saved(setup: Setup) -> int:
     This takes every rank to get its share of the tokens: the busiest rank of an expert-parallel group takes more.
     """
     model, kept = setup.model, 3 if setup.compiled else 4
-    norm = (setup.local_dim * (2 if model.muse else 1) + model.dim) * setup.compute_bytes
+    norm = setup.local_dim * (2 if model.muse else 1) * _norm_saved(setup) + model.dim * setup.compute_bytes
     if model.experts is None:
         return norm + kept * model.hidden_dim // setup.tp * setup.compute_bytes
     split = setup.tp if setup.ep > 1 and setup.etp == 1 else 1  # tensor-parallel ranks take their share of the tokens
     routed = model.dim // split + kept * model.experts.hidden_dim // setup.tp
     scores = 2 * model.experts.num_experts * FLOAT32
-    norm += kept * model.experts.num_shared * model.experts.hidden_dim // setup.tp * setup.compute_bytes
+    shared = kept * model.experts.num_shared * model.experts.hidden_dim // setup.tp
+    norm += (shared + model.dim * (model.model == "qwen3_5")) * setup.compute_bytes  # whose gate takes their output
     out = model.dim * (FLOAT32 if setup.float32_experts else setup.compute_bytes)
     return norm + model.experts.top_k * (routed * setup.compute_bytes + out) + scores
 
@@ -51,37 +104,72 @@ def block_input(setup: Setup) -> int:
     return setup.tokens * setup.local_dim * setup.compute_bytes
 
 
-def _selected(setup: Setup) -> int:
+def _selected(setup: Setup, is_linear: bool) -> int:
     """Bytes that a block saves when it is checkpointed by operation.
 
     torchtitan keeps attention's outputs and every other matrix product, in their order those of wq, wv, w1 and w2; that
-    of w2 is not needed where the block is compiled. Under tensor parallelism also the sums over its ranks.
+    of w2 is not needed where the block is compiled. Of linear attention it keeps what convolution and rule put out, and
+    the products of in_proj_q, in_proj_v, in_proj_b, out_proj and w3. Under tensor parallelism also sums over its ranks.
     """
-    model, heads = setup.model, setup.heads
-    elements = setup.local_dim + 2 * heads.query_elements + heads.num_heads_kv * heads.head_dim
+    model, rest = setup.model, _of_kernels(setup) if is_linear else setup.heads.num_heads_q * FLOAT32
+    elements = setup.local_dim + (_selected_of_linear(setup) if is_linear else _selected_of_attention(setup))
     if model.experts is None:
-        elements += model.hidden_dim // setup.tp + (0 if setup.compiled else model.dim)
+        elements += model.hidden_dim // setup.tp + (0 if setup.compiled or is_linear else model.dim)
+    elif model.model == "qwen3_5":  # of the experts that every token goes to
+        elements += model.experts.num_shared * model.experts.hidden_dim // setup.tp + (0 if is_linear else model.dim)
     if setup.tp > 1:
         elements += setup.local_dim if setup.compiled else 2 * setup.local_dim
-    return setup.tokens * (elements * setup.compute_bytes + heads.num_heads_q * FLOAT32)
+    states = states_of_parts(setup) if is_linear else 0
+    return setup.tokens * (elements * setup.compute_bytes + rest) + states
 
 
-def kept_and_recomputed(setup: Setup) -> tuple[int, int]:
-    """Bytes that all blocks keep for their backward, of all microbatches that wait for it, and the most that one block
-    computes again then."""
-    layers, least = setup.model.num_layers, block_input(setup)
-    whole = setup.tokens * (attention_saved(setup) + ffn_saved(setup))
+def _selected_of_attention(setup: Setup) -> int:
+    """Elements of a token's query, value and output; Qwen3.5's wq also makes the gate."""
+    queries = 3 if setup.model.model == "qwen3_5" else 2
+    return queries * setup.heads.query_elements + setup.heads.num_heads_kv * setup.heads.head_dim
+
+
+def _selected_of_linear(setup: Setup) -> int:
+    linear = _linear_of(setup)
+    of_heads = linear.num_heads_v * (2 * linear.value_dim + 1)  # values, strengths of updates, outputs
+    return linear.num_heads_qk * linear.head_dim + linear.channels + of_heads + setup.model.dim
+
+
+def _kept_and_whole(setup: Setup, is_linear: bool) -> tuple[int, int]:
+    """Bytes of a block of that kind that are kept for its backward if it is checkpointed, and otherwise."""
+    mixer = linear_saved(setup) if is_linear else attention_saved(setup)
+    whole, least = setup.tokens * (mixer + ffn_saved(setup)), block_input(setup)
+    whole += states_of_parts(setup) if is_linear else 0
+    if setup.checkpointing == "selective" and not setup.every:
+        return min(whole, _selected(setup, is_linear)), whole
+    budget = {"none": 1.0, "memory_budget": setup.budget}.get(setup.checkpointing, 0.0)
+    return least + int(budget * (whole - least)), whole
+
+
+def _num_checkpointed(setup: Setup) -> int:
+    """How many blocks compute some of their activations again."""
+    layers = setup.model.num_layers
     if setup.checkpointing == "selective" and setup.every:
-        full = layers // setup.every
-        return int(setup.in_flight * (full * least + (layers - full) * whole)), whole - least if full else 0
-    kept = {
-        "full": least,
-        "selective": min(whole, _selected(setup)),
-        "memory_budget": least + int(setup.budget * (whole - least)),
-    }.get(setup.checkpointing, whole)
+        return layers // setup.every
+    return 0 if setup.checkpointing == "none" else layers
+
+
+def kept_activations(setup: Setup) -> int:
+    """Bytes that all blocks keep for their backward, of all microbatches that wait for it."""
+    share, kept = _num_checkpointed(setup) / setup.model.num_layers, 0.0
+    for is_linear, count in kinds_of_layers(setup).items():
+        some, whole = _kept_and_whole(setup, is_linear)
+        kept += count * (share * some + (1 - share) * whole)
+    return int(setup.in_flight * kept)
+
+
+def recomputed(setup: Setup, is_linear: bool) -> int:
+    """Bytes that a block of that kind computes again in its backward."""
+    kept, whole = _kept_and_whole(setup, is_linear)
+    if not _num_checkpointed(setup):
+        return 0
     sums = 0 if setup.model.experts or not setup.lora_rank else 4 * setup.model.hidden_dim // setup.tp
-    again = whole - kept + (setup.tokens * sums * setup.compute_bytes if kept == least else 0)
-    return int(setup.in_flight * layers * kept), again
+    return whole - kept + (setup.tokens * sums * setup.compute_bytes if kept == block_input(setup) else 0)
 
 
 def attention_gradients(setup: Setup) -> int:
@@ -93,6 +181,20 @@ def attention_gradients(setup: Setup) -> int:
     q, k = heads.query_elements, heads.num_heads_kv * heads.head_dim
     rounded = (setup.local_dim + 2 * q + 2 * k) * setup.compute_bytes
     return setup.tokens * (rounded + (q + heads.num_heads_q) * FLOAT32)
+
+
+def linear_gradients(setup: Setup) -> int:
+    """Bytes at the largest moment of linear attention's backward, beside what is saved, by kernels.
+
+    Gradients of the residual and of the output; those of q, k and v, q's and k's for every head of values; the states
+    before all chunks; copies of what parts of documents have saved, and their gradients where they are put together.
+    """
+    linear = _linear_of(setup)
+    heads = linear.num_heads_v
+    of_heads = heads * (2 * linear.value_dim + 2 * linear.head_dim)
+    states = heads * linear.head_dim * linear.value_dim // CHUNK
+    elements = setup.local_dim + of_heads + states + 2 * linear.channels + heads * CHUNK
+    return setup.tokens * (elements * setup.compute_bytes + 4 * heads * FLOAT32)
 
 
 def ffn_gradients(setup: Setup) -> int:

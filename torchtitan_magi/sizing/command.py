@@ -24,6 +24,7 @@ from pathlib import Path
 from torchtitan_magi.commands.parser import CommandParser, check_output, print_text, write_output
 from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.masks.geometry import Int64Array
+from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.sizing.answer import Answer, answer_html, answer_json, answer_lines, memory_lines, packs_per_step
 from torchtitan_magi.sizing.gpus import GPUS, gpu_named
@@ -83,13 +84,20 @@ def _report(run: RunFile | None, has_answer: bool, options: argparse.Namespace) 
         answers = [_answer(run, cp_size, packs, options) for cp_size in options.cp if has_answer]
         for answer in answers:
             _print([*answer_lines(answer), ""])
-        if answers and (windows := answers[0].run.setup.model.windows):
-            _print([f"Strategies for a layer without a window, {windows.count(0)} of {len(windows)}:"])
+        if answers and (kind := _one_layer(answers[0].run.setup.model)):
+            _print([f"Strategies for a layer {kind}:"])
         # tensor-parallel ranks take their share of a node
         options.gpus_per_node = max(1, options.gpus_per_node // run.read("parallelism.tensor_parallel_degree", 1))
     sizings = _sizings(packs.packs, cost, options)
     _print(report_lines(sizings))
     _write(sizings, answers, options)
+
+
+def _one_layer(model: ModelConfig) -> str:
+    """Which layers of several kinds strategies are compared for; empty if all are alike."""
+    if windows := model.windows:
+        return f"without a window, {windows.count(0)} of {len(windows)}"
+    return f"that attends, {model.num_attention_layers} of {model.num_layers}" if model.linear else ""
 
 
 def _print(lines: list[str]) -> None:

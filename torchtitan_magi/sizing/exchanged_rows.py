@@ -1,4 +1,4 @@
-"""What K/V rows of other ranks, and the exchanges that bring them, take on each rank."""
+"""What K/V rows and states of other ranks, and the exchanges that bring them, take on each rank."""
 
 import functools
 
@@ -43,3 +43,25 @@ def rows_in_flight(setup: Setup) -> int:
     if not plan.work.is_inside_a_node or equal_stages(0) not in (plan.forward, plan.backward):
         return 0
     return memory_bytes(int(plan.work.inside.max()) * plan.heads.row_bytes // 2 * setup.compute_bytes)
+
+
+def states_of_parts(setup: Setup) -> int:
+    """Bytes that linear attention keeps for its backward of one document that fills a rank's packs: a state and a map
+    for each of the rank's parts (see ``linear.maps``), in float32."""
+    return 0 if setup.cp == 1 else -(-_num_parts(setup) // setup.cp) * _map_bytes(setup)
+
+
+def maps_held(setup: Setup) -> int:
+    """Bytes of the maps that a rank puts together for its last part of such a document: those of all parts before."""
+    return 0 if setup.cp == 1 else _num_parts(setup) * _map_bytes(setup)
+
+
+def _num_parts(setup: Setup) -> int:
+    return len(fullest_plan(setup).document_parts)
+
+
+def _map_bytes(setup: Setup) -> int:
+    """Bytes of one part's map: [H, K, V + K] in float32."""
+    linear = setup.model.linear
+    assert linear is not None
+    return linear.num_heads_v // setup.tp * linear.head_dim * (linear.value_dim + linear.head_dim) * FLOAT32

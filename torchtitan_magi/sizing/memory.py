@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torchtitan_magi.sizing import activations
-from torchtitan_magi.sizing.exchanged_rows import rows_and_sums, rows_in_flight
+from torchtitan_magi.sizing.exchanged_rows import maps_held, rows_and_sums, rows_in_flight
 from torchtitan_magi.sizing.run_setup import Setup
 
 GIB = 2**30
@@ -58,7 +58,7 @@ def _moments(setup: Setup) -> Iterator[Prediction]:
     before = gradients if setup.accumulates else 0
     if setup.pp > 1 and setup.accumulates and not setup.lora_rank:  # a pipeline adds them up whole
         before = gradients = setup.whole * setup.reduce_bytes
-    kept, again = activations.kept_and_recomputed(setup)
+    kept = activations.kept_activations(setup)
 
     def moment(name: str, gradients: int, held: int, gathered: int = 0, **others: int) -> Prediction:
         parts = {**lasting, "gradients": gradients, "activations": held, **others}
@@ -69,9 +69,7 @@ def _moments(setup: Setup) -> Iterator[Prediction]:
     logits = {"logits": activations.output_layer(setup)}
     if setup.has_output:
         yield moment("the output layer", before, kept + activations.block_input(setup), of_block // 3, **logits)
-    attention = activations.attention_gradients(setup)
-    attention -= setup.tokens * activations.ffn_saved(setup)  # which is gone by then
-    work, rows = max((activations.ffn_gradients(setup), 0), (attention, rows_and_sums(setup)), key=sum)
+    work, rows, maps = max(_of_backwards(setup), key=sum)
     of_first = -(-(block + each.vocabulary * setup.has_embedding) // setup.fsdp) * gradient * (not setup.lora_rank)
     of_output = -(-each.vocabulary // setup.fsdp) * gradient * (setup.has_output and not setup.lora_rank)
     for name, first, saved, reducing in (
@@ -79,11 +77,25 @@ def _moments(setup: Setup) -> Iterator[Prediction]:
         ("the first block's backward", before or gradients - of_first, _left(setup, kept), block),
     ):
         reduced = _reduced(setup, reducing)
-        yield moment(name, first, saved + again + work, of_block + reduced, **{"K/V and their gradients": rows})
+        others = {"K/V and their gradients": rows, "maps of states": maps}
+        yield moment(name, first, saved + work, of_block + reduced, **others)
     if setup.has_embedding and not setup.lora_rank:
         of_embedding = _gathered(setup, each.vocabulary) + _reduced(setup, each.vocabulary + block)
         yield moment("the embedding's backward", gradients, activations.block_input(setup), of_embedding)
     yield moment("the optimizer's step", gradients, 0, **{"square roots": gradients * setup.foreach})
+
+
+def _of_backwards(setup: Setup) -> Iterator[tuple[int, int, int]]:
+    """Bytes at the largest moments of a block's backward beside what it kept: what is computed again and gradients,
+    rows of K/V, maps of states."""
+    for is_linear in activations.kinds_of_layers(setup):
+        again = activations.recomputed(setup, is_linear)
+        yield again + activations.ffn_gradients(setup), 0, 0
+        again -= setup.tokens * activations.ffn_saved(setup)  # which is gone by then
+        if is_linear:
+            yield again + activations.linear_gradients(setup), 0, maps_held(setup)
+        else:
+            yield again + activations.attention_gradients(setup), rows_and_sums(setup), 0
 
 
 def _left(setup: Setup, kept: int) -> int:
@@ -107,7 +119,7 @@ def _lasting(setup: Setup) -> dict[str, int]:
         "optimizer states": 2 * setup.trained * setup.param_bytes * (not setup.offload),
         "reference": on_gpu * (setup.reference and not setup.lora_rank),
         "gathered parameters": copies,
-        "rotary positions": setup.seq_len * model.head_dim * (8 if model.model == "qwen3" else 4),
+        "rotary positions": setup.seq_len * model.rotary_dim * (8 if model.model in ("qwen3", "qwen3_5") else 4),
         "rows in flight": rows_in_flight(setup),
         "CUDA and NCCL": CUDA_AND_NCCL * setup.gpu,
     }

@@ -96,7 +96,7 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
     """
     setup, heads = replace(setup, learned=place.learned), heads_of_rank(setup.model, setup.tp)
     seconds = place.attention(setup.seq_len, setup.cp, setup.tp, heads)
-    windows, areas = setup.model.windows or (0,) * setup.model.num_layers, np.zeros(len(place.packs))
+    windows, areas = setup.model.windows or (0,) * setup.model.num_attention_layers, np.zeros(len(place.packs))
     attends, ideal = np.zeros((len(place.packs), 2)), 0.0
     for window in set(windows):
         count = windows.count(window)

@@ -16,7 +16,10 @@ Read = Callable[[str, Any], Any]
 FLOAT32 = 4  # bytes
 DTYPES = ("float32", "bfloat16")
 # torchtitan's names of the linear layers that get adapters, where none are chosen
-LORA_TARGETS = ("wqkv", "wq_a", "wq_b", "wq", "wkv_a", "wkv_b", "wkv", "wo", "w1", "w2", "w3")
+LORA_TARGETS = (
+    *("wqkv", "wq_a", "wq_b", "wq", "wkv_a", "wkv_b", "wkv", "wk", "wv", "wo"),
+    *("in_proj_qkv", "in_proj_z", "out_proj", "w1", "w2", "w3"),
+)
 BYTES = dict(zip(DTYPES, (FLOAT32, 2), strict=True))  # of an element
 LOOPS = 2  # stages of a rank under "Interleaved1F1B"
 
@@ -151,10 +154,13 @@ class Setup:
         if self.pp == 1:
             yield self
             return
-        experts, layers = self.model.experts, -(-self.model.num_layers // self.pp)
+        experts, linear, layers = self.model.experts, self.model.linear, -(-self.model.num_layers // self.pp)
         for first in (True, False):
             moe = experts and replace(experts, num_dense_layers=min(experts.num_dense_layers, layers) if first else 0)
             model = replace(self.model, num_layers=layers, windows=self.model.windows[:layers], experts=moe)
+            if linear:
+                own = linear.between(0 if first else self.model.num_layers - layers, layers)
+                model = replace(model, linear=own)
             waiting = self._in_flight(0 if first else self.pp - 1)
             yield replace(self, model=model, has_embedding=first, has_output=not first, in_flight=waiting)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.models.shapes import block_of, num_moe_layers, parameters_of
-from torchtitan_magi.sizing.gpus import Gpu
+from torchtitan_magi.sizing.activations import CHUNK, kinds_of_layers
+from torchtitan_magi.sizing.gpus import RULE, Gpu
 from torchtitan_magi.sizing.run_setup import LOOPS, Setup
 
 GRADIENTS = 2  # a backward takes twice the products of its forward
@@ -23,7 +24,8 @@ class StepTime:
 
     Attributes:
         parts: name -> seconds; they add up to ``total``.
-        flops: operations of matrix products and attention that the step needs once, on a GPU, by which MFU is counted.
+        flops: operations of matrix products, attention and recurrences that the step needs once, on a GPU, by which MFU
+            is counted.
     """
 
     parts: dict[str, float]
@@ -41,7 +43,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     Args:
         gpus_per_node: GPUs in each node.
         attention: seconds of the forward and backward of all layers for one microbatch.
-        pairs: (query, key) pairs of one microbatch on a context-parallel rank, the mean over layers.
+        pairs: (query, key) pairs of one microbatch on a context-parallel rank, the mean over layers with attention.
     """
     model, layers = setup.model, setup.model.num_layers / setup.pp
     blocks = [block_of(model, number) for number in range(model.num_layers)]
@@ -53,11 +55,14 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     times = 1 + weights + setup.reference  # a loss of pairs makes logits again for its backward
     logits = output * times / gpu.products + _loss_passes(setup) / gpu.passes
     forward, backward = attention
+    rule = _rule(setup, gpu)
     parts = {
         "matrix products": products * (1 + weights) / gpu.products,
-        "element-wise passes": layers * _passes(setup) * (3 + again) / gpu.passes,
+        "element-wise passes": _passes(setup) / setup.pp * (3 + again) / gpu.passes,
         "attention": (forward + backward) / setup.pp,
-        "recomputation": again * (products * _products_again(setup) / gpu.products + forward * attends / setup.pp),
+        "linear attention": rule * (1 + GRADIENTS),
+        "recomputation": again
+        * (products * _products_again(setup) / gpu.products + (forward / setup.pp + rule) * attends),
         "output layer and loss": logits / setup.pp,
         "moving tokens to experts": _experts(setup, gpu, gpus_per_node) * (1 + again / 3),
         "tensor parallelism": _tensor_parallel(setup, gpu) * layers * (1 + again / 2),
@@ -70,9 +75,11 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
         parts["idle in the pipeline"] = sum(parts.values()) * (setup.pp - 1) / (loops * setup.at_once)
     parts = {name: seconds * setup.microbatches for name, seconds in parts.items()}
     if setup.reference:
-        parts["reference"] = setup.microbatches * (products / gpu.products + forward / setup.pp + output / gpu.products)
+        passed = products / gpu.products + forward / setup.pp + rule
+        parts["reference"] = setup.microbatches * (passed + output / gpu.products)
     parts["optimizer"] = setup.trained * OPTIMIZER_BYTES * (setup.param_bytes / 4) / gpu.passes
-    once = (products + output / setup.pp) * (1 + weights) + model.attention_flops * pairs / setup.tp / setup.pp
+    once = (products + output / setup.pp) * (1 + weights)
+    once += (model.attention_flops * pairs + model.linear_flops * setup.tokens) / setup.tp / setup.pp
     return StepTime({name: seconds for name, seconds in parts.items() if seconds}, once * setup.microbatches)
 
 
@@ -93,16 +100,40 @@ def _products_again(setup: Setup) -> float:
     return 1 - setup.model.dim * setup.model.hidden_dim / block_of(setup.model, 0).used
 
 
+def _rule(setup: Setup, gpu: Gpu) -> float:
+    """Seconds of the gated delta rule in all layers of a microbatch's forward, by chunks of C tokens.
+
+    Of each value head it takes 6 K V operations per token for the state, as the recurrence does, and C (6 K + 4 V) for
+    products inside chunks: k k^T, q k^T, the triangular inverse with keys and with values, and what scores make of
+    the latter (arXiv 2406.06484, section 3; with gates 2412.06464). Those of keys with keys count whole, not half.
+    """
+    if (linear := setup.model.linear) is None:
+        return 0.0
+    inside = linear.num_heads_v * CHUNK * (6 * linear.head_dim + 4 * linear.value_dim)
+    operations = setup.tokens * len(linear.layers) * (linear.flops + inside) / setup.tp / setup.pp
+    return operations / (RULE * gpu.products)
+
+
 def _passes(setup: Setup) -> float:
-    """Bytes that a block's forward reads and writes beside its products: two norms and residuals, rotary positions,
-    SwiGLU."""
+    """Bytes that a forward reads and writes beside its products, in all layers: of each block two norms and residuals
+    and SwiGLU; of attention rotary positions, and a gate; of linear attention the short convolution, lengths of
+    queries and keys, and the norm with a gate."""
     model, heads = setup.model, setup.heads
     width = model.hidden_dim // setup.tp
     if model.experts is not None:
         width = (model.experts.top_k + model.experts.num_shared) * model.experts.hidden_dim // setup.tp
-    rotated = heads.query_elements + heads.num_heads_kv * heads.head_dim
-    compiled = 1 if setup.compiled else 2
-    return setup.tokens * (10 * setup.local_dim + 2 * rotated + 3 * width) * setup.compute_bytes * compiled
+    mixers = {False: 2 * (heads.query_elements + heads.num_heads_kv * heads.head_dim)}
+    if model.model == "qwen3_5":
+        mixers[False] += 3 * heads.out_elements
+    if model.linear is not None:
+        linear = model.linear.on_rank(setup.tp)
+        lengths, values = 4 * linear.num_heads_qk * linear.head_dim, linear.num_heads_v * linear.value_dim
+        mixers[True] = 4 * linear.channels + lengths + 3 * values
+    elements = sum(
+        count * (10 * setup.local_dim + 3 * width + mixers[is_linear])
+        for is_linear, count in kinds_of_layers(setup).items()
+    )
+    return setup.tokens * elements * setup.compute_bytes * (1 if setup.compiled else 2)
 
 
 def _loss_passes(setup: Setup) -> float:

@@ -26,7 +26,7 @@ class PlanMetrics:
 
     - MFU and TFLOP/s count the attention that the packed documents need, 12 * D * Hq operations per layer and
       (query, key) pair, forward and backward, 6 * (D + Dv) * Hq where values are narrower; torchtitan counts a dense
-      pack.
+      pack. Of linear attention they count the recurrence, 18 * K * V * H per layer and token.
     - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
       some of these have no label.
     - learned_tokens(%) is the share of the documents' tokens that have a label, and so a loss.

@@ -423,6 +423,7 @@ def test_notes_say_what_a_template_leaves_out():
     assert notes("deepseek_r1_distill", WORDS["words and tools"]) == {
         "the chat template drops tool calls",
         'the chat template does not use "name" of a message',
+        "turns are learned without '<think>', with which the chat template prompts the model; give them weight 0",
     }
     assert notes("smolvlm_training", [user("qqq"), assistant("zzz")]) == {
         "the chat template drops or changes what a message of role 'user' says",

@@ -35,7 +35,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _BATCH_CHARACTERS = 2**20  # that are encoded together, or one text; an encoding takes a hundred times their memory
-_RENDERING_VERSION = "3"  # changes when records are rendered or their spans found in another way
+_RENDERING_VERSION = "4"  # changes when records are rendered or their spans found in another way
 
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of chat templates, as transformers takes them
 

@@ -40,7 +40,7 @@ from torchtitan_magi.data.tokens.sandbox import (
     unread,
 )
 from torchtitan_magi.data.tokens.turns import REMEDY, Frame, Trace, alike, beyond, marked_spans, next_header
-from torchtitan_magi.wording import one_line
+from torchtitan_magi.wording import one_line, quoted
 
 Kwargs = dict[str, Any]
 
@@ -135,14 +135,16 @@ class ChatTemplate:
             index >= first and message["role"] == "assistant" and message.get("weight") != 0
             for index, message in enumerate(messages)
         ]
+        begun: list[str] = []
         if self._has_markers:
             spans = marked_spans(trace, messages, learned)
         else:
             if calls or any(message["role"] == "tool" for message in messages):
                 self._frame(True, kwargs)  # some templates write what a tool answers into the assistant's turn
-            spans = [self._turn(trace, messages, index, kwargs) for index in range(len(messages)) if learned[index]]
+            turns = [self._turn(trace, messages, index, kwargs) for index in range(len(messages)) if learned[index]]
+            spans, begun = [span for span, _ in turns], [note for _, notes in turns for note in notes]
         unused = kwargs.keys() - self._compiled.variables
-        notes = [f'the chat template does not use "{name}" of chat_template_kwargs' for name in sorted(unused)]
+        notes = begun + [f'the chat template does not use "{name}" of chat_template_kwargs' for name in sorted(unused)]
         notes += [note for index, message in enumerate(messages) for note in self._left_out(trace, index, message)]
         unused = {field for message in shown for field in unread(message)} - _KNOWN_FIELDS
         notes += [f'the chat template does not use "{field[:40]}" of a message' for field in sorted(unused)]
@@ -166,8 +168,8 @@ class ChatTemplate:
         if message.get("weight") == 1 and role != "assistant":
             yield f"only what the assistant says is learned, though a message of role {role!r} has weight 1"
 
-    def _turn(self, trace: Trace, messages: Messages, index: int, kwargs: Kwargs) -> tuple[int, int]:
-        """The characters of an assistant's message that are learned."""
+    def _turn(self, trace: Trace, messages: Messages, index: int, kwargs: Kwargs) -> tuple[tuple[int, int], list[str]]:
+        """The characters of an assistant's message that are learned, and notes on how they begin."""
         start, stop = trace.range_of(index)
         bos = self.special_tokens.get("bos_token", "")
         if index == 0 and trace.text.startswith(bos, start):  # some templates write it in their loop
@@ -175,14 +177,37 @@ class ChatTemplate:
         frame = self._frame(index > 0 and messages[index - 1]["role"] == "tool", kwargs)
         header = frame.header_of(trace.text[start:stop])
         if header is None:
-            raise ValueError(f"an assistant's turn does not begin as the template's generation prompt does; {REMEDY}")
+            remedy = REMEDY
+            if messages[index].get("reasoning_content") and kwargs:
+                remedy = (
+                    f"leave out its reasoning or {' and '.join(sorted(kwargs))} of chat_template_kwargs, or {REMEDY}"
+                )
+            raise ValueError(f"an assistant's turn does not begin as the template's generation prompt does; {remedy}")
         if index == len(messages) - 1:
             if (behind := trace.text[stop:]).strip() and behind != frame.behind:
                 raise ValueError(f"what the chat template writes behind its loop depends on the record; {REMEDY}")
             stop = len(trace.text.removesuffix(frame.tail))
         if index and messages[index - 1]["role"] == "system" and self._moves_system:
             raise ValueError(f"the chat template writes a system message into the assistant's turn; {REMEDY}")
-        return start + header, stop
+        start, left_out = start + header, frame.left_out(trace.text[start:stop])
+        return (start, stop), [*self._notes_on_beginning(left_out, trace.text[start:stop])]
+
+    def _notes_on_beginning(self, left_out: str, learned: str) -> Iterator[str]:
+        """Notes on a turn that begins otherwise than the model will be asked for it.
+
+        Args:
+            left_out: the end of the generation prompt, if the turn is without it.
+            learned: the text of the turn.
+        """
+        if "<think>" in left_out:
+            keeps = ', or set "preserve_thinking" in chat_template_kwargs' * ("preserve_thinking" in self.source)
+            prompt = f"{quoted(left_out)}, with which the chat template prompts the model"
+            yield f"turns are learned without {prompt}; give them weight 0{keeps}"
+        if learned.lstrip().startswith("</think>"):
+            yield (
+                "an answer has no reasoning behind a prompt for it, so the model learns not to think; give it "
+                '"reasoning_content", or set "enable_thinking" to false in chat_template_kwargs'
+            )
 
     def _frame(self, after_tool: bool, kwargs: Kwargs) -> Frame:
         """What the template writes around an assistant's turn after a tool's answer, or after another message."""

@@ -162,6 +162,11 @@ class Frame:
                 return len(header)
         return None
 
+    def left_out(self, text: str) -> str:
+        """The end of the prompt that an assistant's message does not begin with, such as "<think>"; "" if none."""
+        header = text[: self.header_of(text)]
+        return self.prompt.removeprefix(header).strip() if self.prompt.startswith(header) else ""
+
 
 def alike(*texts: str) -> str:
     """What all texts begin with."""

@@ -19,7 +19,7 @@ from torchtitan_magi.training.process.all_ranks import rank_and_size
 from torchtitan_magi.wording import quoted
 
 MODELS = ("llama3", "qwen3")
-OF_0_3 = ("gpt_oss", "deepseek_v3", "muse_glimmer", "kimi_k2_7")  # which torchtitan 0.2.2 has not
+OF_0_3 = ("gpt_oss", "deepseek_v3", "muse_glimmer", "kimi_k2_7", "qwen3_5")  # which torchtitan 0.2.2 has not
 VARLEN = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
 # torchtitan's llama3 always scales frequencies as Llama 3.1 does. No wavelength is above the first of these lengths, so
 # none is scaled; every one is above the second, so all are divided by the factor.

@@ -25,6 +25,9 @@ class TextModel(Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
+        linear_flops: int
+        """Operations of all layers' recurrence for each token, forward and backward."""
+
         def update_from_config(self, *, config: Any, **others: Any) -> None:
             """Takes degrees and lengths of a run: how tensor parallelism splits layers, and the length of positions."""
             Decoder.Config.update_from_config(self, config=config, **others)
@@ -36,10 +39,11 @@ class TextModel(Decoder):
                 set_layer(layer, **options)
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-            """Numbers of parameters, and of operations for a token."""
+            """Numbers of parameters, and of operations for a token: of products, of attention and of recurrences."""
             attention: Any = self.first_attention
             heads, dims = attention.n_heads, 2 * attention.head_dim
-            return get_moe_model_nparams_and_flops(self, model, heads, dims, seq_len)  # type: ignore[no-any-return]
+            numbers: tuple[int, int] = get_moe_model_nparams_and_flops(self, model, heads, dims, seq_len)
+            return numbers[0], numbers[1] + self.linear_flops
 
 
 def model_of(config: ModelConfig, rope: Any) -> Any:
@@ -50,6 +54,7 @@ def model_of(config: ModelConfig, rope: Any) -> Any:
         dim=config.dim,
         vocab_size=config.vocab_size,
         enable_weight_tying=config.tied,
+        linear_flops=config.linear_flops,
         tok_embeddings=Embedding.Config(
             num_embeddings=config.vocab_size,
             embedding_dim=config.dim,
