@@ -259,7 +259,6 @@ def parts_table(*results: dict[str, Any]) -> str:
 PARTS = {
     "linear-layers": part(layers_table, "linear_h200"),
     "linear-parts": part(parts_table, "linear_h200"),
-    "linear-ranks": part(ranks_table, "linear_ranks_h200"),
 }
 
 
