@@ -2,10 +2,14 @@
 """Times the gated delta rule of Qwen3.5's layers on one GPU beside the libraries' own calls on the same documents.
 
     python benchmarks/bench_linear.py --output benchmarks/results/linear_h200.json
+    python benchmarks/bench_linear.py --ranks --output benchmarks/results/linear_ranks_h200.json
 
 Implementations take turns: ours with a plan of one rank, the public call of FlashQLA, and that of
 flash-linear-attention with its own kernels, if it is installed. Before a timed call work is queued ahead, so that the
 time is the GPU's, and the L2 cache is flushed. Host times are of issuing a call. Results are compared first.
+
+The ranks of a plan of several are timed one after the other on this GPU, without communication: maps that arrive are
+zeros. Their share is that of the whole pack's time / ranks, by the slowest one.
 
 What a cut document costs is timed apart, for one part in the middle: its map, and both directions with maps and states,
 beside those of a whole document of as many tokens.
@@ -19,6 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,14 +33,18 @@ from torch import Tensor
 
 import torchtitan_magi as magi
 from torchtitan_magi.calibrate import facts_of_run
+from torchtitan_magi.exchange.in_flight import Arrival
 from torchtitan_magi.linear.backend import Tokens
+from torchtitan_magi.linear.delta_rule import delta_rule
 from torchtitan_magi.linear.kernels import Kernels
+from torchtitan_magi.planning.document_parts import RankParts
 from torchtitan_magi.sizing.sample_packs import draw_pack
 
 HEADS = {"35B-A3B": (16, 32), "27B": (16, 48)}  # of q and k, of v
 HEAD_DIM, SCALE = 128, 128**-0.5
 PACKS = {"pack": "histogram", "one document": "dense"}
 CLOSE = 2e-2  # relative difference of results: roundings to bf16
+RANKS = 2
 QUEUED = 10_000_000  # cycles ahead of a timed call, which takes some ms to issue
 
 Layer = Callable[..., Tensor]
@@ -133,6 +142,41 @@ def layer_rows(model: str, tokens: int, kind: str, wanted: float) -> list[Row]:
     ]  # fmt: skip
 
 
+class Silent:
+    """The transport of a rank to which zeros arrive at once."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_to_all(self, output: Tensor, *_: object, **__: object) -> Arrival:
+        output.zero_()
+        return Arrival(lambda: None)
+
+
+def rank_row(model: str, tokens: int, kind: str, wanted: float) -> Row:
+    """Times of the ranks of a plan of RANKS, of so many tokens each, and of the whole pack."""
+    lengths, total = draw_pack(PACKS[kind], RANKS * tokens, seed=0), RANKS * tokens
+    mask = magi.varlen_causal(np.append(0, lengths.cumsum()))
+    plans = {size: magi.make_plan(mask, total, size) for size in (1, RANKS)}
+    runs: dict[str, Callable[[], object]] = {}
+    for size, plan in plans.items():
+        inputs, dout = inputs_of(plan.tokens_per_rank, HEADS[model])
+        for rank, parts in enumerate(plan.document_parts.ranks):
+
+            def layer(*x: Tensor, parts: RankParts = parts, transport: Silent = Silent(rank, size)) -> Tensor:  # noqa: B008
+                found: Tensor = delta_rule(*x, parts, transport, SCALE, Kernels())
+                return found
+
+            runs[f"fwd {size} {rank}"] = partial(forward, layer, inputs)
+            runs[f"both {size} {rank}"] = partial(both, layer, inputs, dout)
+    times = take_turns(runs, wanted, QUEUED)
+    row: Row = {"model": model, "tokens": tokens, "documents": kind, "num_documents": len(lengths)}
+    for name in ("fwd", "both"):
+        row[f"{name}_ms"] = [times[f"{name} {RANKS} {rank}"] for rank in range(RANKS)]
+        row[f"whole_{name}_ms"] = times[f"{name} 1 0"]
+    return row
+
+
 def part_row(model: str, tokens: int, wanted: float) -> Row:
     """Times of one part of a document."""
     inputs, dout = inputs_of(tokens, HEADS[model])
@@ -171,9 +215,9 @@ def share(rows: list[Row], field: str) -> str:
     return f"{100 * times['flash-qla'] / times['ours']:.0f}%"
 
 
-def layers_table(*results: dict[str, object]) -> str:
+def layers_table(*results: dict[str, Any]) -> str:
     """Milliseconds of the layers, forward and both directions."""
-    rows = [row for found in results for row in found["layers"]]  # type: ignore[attr-defined]
+    rows = [row for found in results for row in found["layers"]]
     cases: dict[tuple[str, int, str], list[Row]] = {}
     for row in rows:
         cases.setdefault((row["model"], row["tokens"], row["documents"]), []).append(row)
@@ -187,32 +231,58 @@ def layers_table(*results: dict[str, object]) -> str:
     return table(["model", "tokens", "documents", *columns, "share of forward", "share of both"], lines)
 
 
-def parts_table(*results: dict[str, object]) -> str:
+def ranks_table(*results: dict[str, Any]) -> str:
+    """Milliseconds of the slowest rank, and its share of the ideal."""
+    rows = [row for found in results for row in found["ranks"]]
+    lines = []
+    for row in rows:
+        slowest = [max(row[f"{name}_ms"]) for name in ("fwd", "both")]
+        shares = [
+            f"{100 * row[f'whole_{name}_ms'] / RANKS / ms:.0f}%"
+            for name, ms in zip(("fwd", "both"), slowest, strict=True)
+        ]
+        lines.append(
+            [row["model"], thousands(row["tokens"]), row["documents"], *(f"{ms:.2f}" for ms in slowest), *shares]
+        )
+    return table(["model", "tokens", "documents", "forward", "both", "share of forward", "share of both"], lines)
+
+
+def parts_table(*results: dict[str, Any]) -> str:
     """Milliseconds of one part."""
-    rows = [row for found in results for row in found["parts"]]  # type: ignore[attr-defined]
+    rows = [row for found in results for row in found["parts"]]
     fields = ["map_ms", "fwd_ms", "whole_fwd_ms", "bwd_ms", "whole_bwd_ms"]
     columns = ["map alone", "forward with map", "of a whole document", "backward with map", "of a whole document"]
     lines = [[row["model"], thousands(row["tokens"]), *(f"{row[field]:.2f}" for field in fields)] for row in rows]
     return table(["model", "tokens", *columns], lines)
 
 
-PARTS = {"linear-layers": part(layers_table, "linear_h200"), "linear-parts": part(parts_table, "linear_h200")}
+PARTS = {
+    "linear-layers": part(layers_table, "linear_h200"),
+    "linear-parts": part(parts_table, "linear_h200"),
+}
 
 
 def main() -> None:
     parser = recording_parser(__doc__)
     parser.add_argument("--models", nargs="*", choices=HEADS, default=list(HEADS), help="whose layers")
     parser.add_argument("--tokens", nargs="*", type=int, default=[8192, 16384, 65536], help="per layer")
+    parser.add_argument("--ranks", action="store_true", help=f"time the {RANKS} ranks of a plan instead")
     parser.add_argument("--wanted", type=float, default=25, help="ms for which each implementation is timed")
     arguments = parser.parse_args()
-    figures: dict[str, object] = facts_of_run(arguments.commit) | {"libraries": versions(), "layers": [], "parts": []}
+    figures: dict[str, Any] = facts_of_run(arguments.commit) | {"libraries": versions()}
+    figures |= {"ranks": []} if arguments.ranks else {"layers": [], "parts": []}
     for model in arguments.models:
         for tokens in arguments.tokens:
             for kind in PACKS:
-                figures["layers"] += layer_rows(model, tokens, kind, arguments.wanted)  # type: ignore[operator]
-            figures["parts"].append(part_row(model, tokens // 4, arguments.wanted))  # type: ignore[attr-defined]
+                if arguments.ranks:
+                    figures["ranks"].append(rank_row(model, tokens, kind, arguments.wanted))
+                else:
+                    figures["layers"] += layer_rows(model, tokens, kind, arguments.wanted)
+            if not arguments.ranks:
+                figures["parts"].append(part_row(model, tokens // 4, arguments.wanted))
             save(figures, arguments.output)
-    print(layers_table(figures), parts_table(figures), sep="\n\n")
+    tables = [ranks_table] if arguments.ranks else [layers_table, parts_table]
+    print(*(made(figures) for made in tables), sep="\n\n")
 
 
 if __name__ == "__main__":

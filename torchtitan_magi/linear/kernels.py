@@ -21,6 +21,7 @@ from torchtitan_magi.linear.backend import Tokens, own_dtypes
 from torchtitan_magi.linear.once import once
 
 HEAD_DIM = 128
+LONG = 4096  # tokens: a longer sequence is cut if it is mapped
 INSTALL = "pip install torchtitan_magi[linear]"
 
 
@@ -111,9 +112,10 @@ class Fragments:
 
         library = _library()
         sequences = torch.tensor([0, *lengths]).cumsum(0).int()
-        chosen = library.build_cp_context(
-            sequences, enable_intra=True, num_v_heads=num_heads, chunk_size=library.CHUNK_SIZE, is_train=True
-        )  # on the host: no wait for the GPU
+        chosen = library.build_cp_context(  # of tensors on the host: no wait for the GPU
+            sequences, enable_intra=True, num_v_heads=num_heads, chunk_size=library.CHUNK_SIZE, is_train=True,
+            force_intra_cp=max((lengths[i] for i in mapped), default=0) > LONG,
+        )  # fmt: skip
         fragments, first = sequences, torch.arange(len(sequences)).int()
         if chosen.is_intra:
             fragments, first = chosen.intra_cp_cu_seqlens, chosen.seq_map_r2c
