@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.attention.bound_plan import IndexData
+from torchtitan_magi.data.packs.branches import Nodes, nodes_of, of_documents, of_pairs
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.masks.builders import tree_causal
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.plan import AttnPlan
-from torchtitan_magi.training.batches.branches import Nodes, nodes_of, of_documents, of_pairs
 
 MICROBATCH = "microbatch"  # its key beside "input" in the dict that torchtitan's Trainer hands on
 Batch = tuple[dict[str, Any], Tensor]  # "input" and MICROBATCH; labels

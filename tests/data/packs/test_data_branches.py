@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.masks import dense_mask
 
+from torchtitan_magi.data.packs.branches import nodes_of, of_documents, of_pairs, positions_of
 from torchtitan_magi.losses.boundaries import branch_numbers
 from torchtitan_magi.masks.builders import causal_ranges, shared_prompt
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.training.batches.branches import nodes_of, of_documents, of_pairs, positions_of
 from torchtitan_magi.training.batches.microbatch import Microbatch
 
 
