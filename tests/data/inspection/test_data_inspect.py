@@ -551,3 +551,17 @@ def test_common_beginnings_need_a_length_and_documents(capsys, given):
     assert (
         "--share-prefixes shows how documents are packed; give --seq-len, and --dataset sft" in capsys.readouterr().err
     )
+
+
+def test_answers_are_shown_behind_their_prompt(inspect, tmp_path):
+    answers = ["the cat", {"completion": "a dog", "weight": 0.5}]
+    inspection = inspect([{"prompt": "the hat", "completions": answers, "mood": 1}] * 2, seq_len=64, num_shown=1)
+    ((_, seen),) = inspection.shown
+    (first, cells), (second, more) = seen.cells
+    assert (first, second) == ("answer 1", "answer 2")
+    assert "".join(cell.text for cell in cells).startswith("<s><|im_start|>user\nthe hat")
+    assert "".join(cell.text for cell in more if cell.is_learned) == "a dog<|im_end|>\n"
+    assert seen.tokens == len(cells) + len(more)
+    assert seen.length == seen.kept == seen.tokens - 2
+    assert [text for text in warnings_of(inspection) if "mood" in text]
+    assert not [text for text in warnings_of(inspection) if "completions" in text]
