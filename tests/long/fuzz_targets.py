@@ -113,8 +113,9 @@ PAIRS = (
 )
 RECORD_WORDS = words(
     '"messages" "conversations" "role" "content" "from" "value" "human" "gpt" "user" "assistant" "system" "tool" "text"'
-    ' "prompt" "completion" "completions" "chosen" "rejected" "tools" "tool_calls" "function" "arguments" "weight" "reasoning"'
-    ' "thinking" "reasoning_content" "chat_template_kwargs" "name" "type" "<|im_end|>" "{\\"a\\":1}" "[[[" "\\udc00"'
+    ' "prompt" "completion" "completions" "chosen" "rejected" "tools" "tool_calls" "function" "arguments" "weight"'
+    ' "reasoning" "thinking" "reasoning_content" "chat_template_kwargs" "name" "type" "<|im_end|>"'
+    ' "{\\"a\\":1}" "[[[" "\\udc00"'
 )
 
 
