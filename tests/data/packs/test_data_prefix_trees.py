@@ -180,7 +180,9 @@ def test_branches_keep_the_order_of_the_window():
         return trees.order.tolist(), trees.shared.tolist()
 
     assert order(["abcdZ", "xyzw", "abcdA", "abcdM"]) == ([0, 2, 3, 1], [0, 3, 3, 0])
-    assert order(["abcdZZ", "abcdAAB1", "q", "abcdZY", "abcdAAB2"]) == ([0, 3, 1, 4, 2], [0, 3, 3, 6, 0])
+    assert order(["abcdZZ", "abcdAAB1", "q", "abcdZY", "abcdAAB2"]) == ([0, 1, 4, 3, 2], [0, 3, 6, 3, 0])
+    mixed = [f"abcd{''.join(letters)}" for letters in np.random.default_rng(0).choice([*"xyz"], (40, 2))]
+    assert order(mixed) == ([*range(40)], [0, *[3] * 39])  # however their branches would be sorted
     assert order(["abc", "abd", "ab"]) == ([0, 1, 2], [0, 0, 0])  # less than SHORTEST
     assert order([]) == ([], [])
 
@@ -266,12 +268,12 @@ def test_answers_of_a_record_are_documents_that_count_as_their_weights_say(tmp_p
     path = write_jsonl(tmp_path / "train.jsonl", records)
     packs = PackedSFTDataset(path, answers, 20, epochs=1, shuffle=False, share_prefixes=True)
     ((inputs, labels),) = packs
-    assert inputs["records"].tolist() == [0, 1, 0, 1]
+    assert inputs["records"].tolist() == [0, 0, 1, 1]
     assert inputs["documents"].tolist() == [[0, 5, 0], [5, 6, 3], [6, 7, 3], [7, 10, 0]]
-    assert labels[:10].tolist() == [-100, 3, -100, 5, 6, 5, 7, -100, -100, 23]
+    assert labels[:10].tolist() == [-100, 3, -100, 5, 6, 7, 5, -100, -100, 23]
     per_label, per_document = inputs["label_weights"][:, :10].tolist()
-    assert per_label == [0, 1 + 2 + 3, 0, 1, 1, 2, 3, 0, 0, 1]
-    assert per_document == pytest.approx([0, 1 / 3 + 2 / 2 + 3 / 2, 0, 1 / 3, 1 / 3, 2 / 2, 3 / 2, 0, 0, 1])
+    assert per_label == [0, 1 + 2 + 3, 0, 1, 1, 3, 2, 0, 0, 1]
+    assert per_document == pytest.approx([0, 1 / 3 + 2 / 2 + 3 / 2, 0, 1 / 3, 1 / 3, 3 / 2, 2 / 2, 0, 0, 1])
     assert packs.counts.unlabeled == 1  # the answer of weight 0
     assert_nothing_is_lost(packs.counts)
     with pytest.raises(ValueError, match=r'has records with "completions", which are packed as trees; set magi.share'):

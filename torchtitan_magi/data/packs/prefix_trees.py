@@ -113,25 +113,37 @@ def _keys(run: Run) -> np.ndarray:
 def _depth_first(numbers: np.ndarray, common: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The order and what each piece shares with the one before it, see `Trees`.
 
-    A fork that lies less than SHORTEST behind the one above it moves up to that, as often as there are any.
-
     Args:
         numbers: of pieces sorted by their tokens. common: positions that each has in common with the one before it.
     """
     order, shared = list[int](), list[int]()
     todo = [(0, len(numbers), 0, 0)] if len(numbers) else []
-    while todo:  # pieces first:last, the fork that they hang from, and what the first of them shares
-        first, last, above, of_first = todo.pop()
+    while todo:  # pieces first:last, the fork where they part, and what the first of them shares
+        first, last, fork, of_first = todo.pop()
         if last - first == 1:
             order.append(int(numbers[first]))
             shared.append(of_first)
             continue
-        depth = int(common[first + 1 : last].min())
-        cuts = (first + 1 + np.flatnonzero(common[first + 1 : last] == depth)).tolist()
-        fork = depth if depth - above >= SHORTEST else above
-        branches = sorted(pairwise([first, *cuts, last]), key=lambda branch: int(numbers[slice(*branch)].min()))
-        todo += [(*branch, fork, fork if number else of_first) for number, branch in enumerate(branches)][::-1]
+        branches = sorted(_branches(common, first, last, fork), key=lambda found: int(numbers[slice(*found[:2])].min()))
+        todo += [(*branch, fork if number else of_first) for number, branch in enumerate(branches)][::-1]
     return np.array(order, np.int64), np.array(shared, np.int64)
+
+
+def _branches(common: np.ndarray, first: int, last: int, fork: int) -> list[tuple[int, int, int]]:
+    """(first, last, fork of its own) of each branch of the pieces that part at a fork.
+
+    One whose own fork lies less than SHORTEST behind this one is as many as it has branches.
+    """
+    found, todo = [], [(first, last)]
+    while todo:
+        first, last = todo.pop()
+        depth = int(common[first + 1 : last].min(initial=np.iinfo(np.int64).max))
+        if depth - fork >= SHORTEST:
+            found.append((first, last, depth))
+        else:
+            cuts = (first + 1 + np.flatnonzero(common[first + 1 : last] == depth)).tolist()
+            todo += pairwise([first, *cuts, last])
+    return found
 
 
 def _cut(length: np.ndarray, shared: np.ndarray, seq_len: int) -> None:
