@@ -9,8 +9,8 @@ import numpy as np
 
 from torchtitan_magi.data.inspection.spelling import Speller, visible
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.branches import nodes_of, of_documents
 from torchtitan_magi.data.packs.packed_dataset import PackedDataset, Sample
+from torchtitan_magi.data.packs.prefix_trees import branches_of_documents, nodes_of
 from torchtitan_magi.data.packs.sft import PackedSFTDataset
 from torchtitan_magi.data.tokens.chat import ChatTokenizer
 from torchtitan_magi.data.tokens.token_cache import default_folder
@@ -89,7 +89,7 @@ def _trees(item: Sample) -> list[tuple[int, Tree]]:
 
 def _nodes(tree: Tree, dataset: PackedDataset, speller: Speller) -> list[Node]:
     (inputs, _), first, last = tree
-    start, end, parent, ends_with = nodes_of(of_documents(inputs["documents"][first:last]))
+    start, end, parent, ends_with = nodes_of(branches_of_documents(inputs["documents"][first:last]))
     depth, records = np.zeros(len(start), int), np.bincount(ends_with, minlength=len(start))
     for node in np.flatnonzero(parent >= 0).tolist():
         depth[node] = depth[parent[node]] + 1

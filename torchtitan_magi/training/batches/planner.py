@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan_magi.attention.bound_plan import BoundPlan, bind_plan, index_data
 from torchtitan_magi.backends.choose import choose_block_attn
-from torchtitan_magi.data.packs.branches import positions_of
+from torchtitan_magi.data.packs.prefix_trees import positions_of
 from torchtitan_magi.exchange.agreement import agreement_of
 from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.losses import IGNORE_INDEX
