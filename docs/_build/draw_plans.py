@@ -6,6 +6,7 @@ python docs/_build/draw_plans.py [--folder DIR]
 idea.png: a pack of documents over four GPUs, and the K/V that each receives. masks.png: five masks and their slices.
 ownership.png: which GPU computes which part of a mask, and which of it needs K/V of other GPUs. parts.png: the parts of
 the same documents in a layer of linear attention, the maps that travel, and what each GPU does in which order.
+tree.png: a tree of records, and who owns what of its mask.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from torchtitan_magi import (
     make_plan,
     shared_prompt,
     sliding_window,
+    tree_causal,
     varlen_causal,
 )
 from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, INV_CAUSAL
@@ -38,6 +40,10 @@ BAR, LANE = 0.62, 1.0
 SMALL = np.array([0, 96, 128, 448, 512, 544, 960, 1024])  # tokens; documents of the small pack
 GAP, WIDEST = 40, 190  # tokens, between steps, and as wide as the title of one
 DOCUMENTS = [0, 16, 22, 44, 64]
+NODES = {  # of a tree: words, parent, tokens
+    "system message": (-1, 320), "question": (0, 160), "answer": (1, 96), "answer ": (1, 64), "answer  ": (1, 96),
+    "question ": (0, 128), "answer   ": (5, 96), "answer    ": (5, 64),
+}  # fmt: skip
 MASKS = {
     "varlen_causal(cu_seqlens)": varlen_causal(DOCUMENTS),
     "sliding_window(cu_seqlens, 8)": sliding_window(DOCUMENTS, 8),
@@ -130,6 +136,39 @@ def draw_ownership(plan: AttnPlan) -> Figure:
     rows.append(Patch(color="#c5ccd3", label="faint: the key lies on the same GPU; nothing travels"))
     rows.append(Patch(color=INK, label="strong: the key lies on another GPU; its K and V travel once"))
     side.legend(handles=rows, loc="center left", fontsize=9.5, labelspacing=1.1)
+    return figure
+
+
+@matplotlib.rc_context(STYLE)
+def draw_tree(plan: AttnPlan, words: list[str], lengths: np.ndarray, parents: np.ndarray) -> Figure:
+    """Left each node at its positions, in the colours of the GPUs that own its tokens; right the mask in these."""
+    tokens, starts = plan.total_tokens, lengths.cumsum() - lengths
+    owner, colors = owner_of(plan, np.arange(tokens)), rank_colors(plan.cp_size, plan.gpus_per_node)
+    figure = Figure(figsize=(10, 4.2))
+    axes = figure.add_axes((0.015, 0.08, 0.545, 0.82))
+    begins = np.zeros(len(lengths), int)
+    for node, (parent, start, length) in enumerate(zip(parents, starts, lengths, strict=True)):
+        if parent >= 0:
+            begins[node] = begins[parent] + lengths[parent]
+            axes.plot([begins[node]] * 2, [-parent - BAR / 2, -node + BAR / 2], color=QUIET, linewidth=1)
+        for rank in range(plan.cp_size):
+            runs = spans(owner[start : start + length] == rank)
+            bars = [(begins[node] + first, last - first) for first, last in runs]
+            axes.broken_barh(bars, (-node - BAR / 2, BAR), facecolors=[colors[rank]])
+        text = f"{words[node].strip()}, {length} tokens"
+        axes.text(begins[node] + length + 8, -node, text, va="center", color=INK, fontsize=9)
+    longest = int((begins + lengths).max())
+    axes.set(xlim=(0, 1.35 * longest), ylim=(-len(lengths) + 0.4, 0.6), xticks=[0, longest], yticks=[])
+    axes.spines[:].set_visible(False)
+    axes.set_title("position in each of the five records", fontsize=9.5, weight="normal", loc="left")
+    side = figure.add_axes((0.59, 0.02, 0.4, 0.88))
+    image, attended = np.ones((tokens, tokens, 3)), np.zeros((tokens, tokens), dtype=bool)
+    for slice_ in plan.slices.table:
+        attended |= pairs_of(slice_, tokens)
+    image[attended] = np.broadcast_to(colors[owner][:, None, :], image.shape)[attended]
+    side.imshow(image, extent=(0, tokens, tokens, 0), interpolation="nearest")
+    flat = int((begins + lengths)[~np.isin(np.arange(len(lengths)), parents)].sum())
+    square(side, tokens, f"{tokens:,} tokens in place of {flat:,}: queries downwards")
     return figure
 
 
@@ -253,6 +292,9 @@ def main() -> None:
     small = make_plan(varlen_causal(SMALL), int(SMALL[-1]), GPUS)
     draw_ownership(small).savefig(folder / "ownership.png", dpi=160)
     draw_parts(small).savefig(folder / "parts.png", dpi=160)
+    parents, lengths = np.array([*NODES.values()]).T
+    plan = make_plan(tree_causal(lengths, parents), int(lengths.sum()), GPUS)
+    draw_tree(plan, [*NODES], lengths, parents).savefig(folder / "tree.png", dpi=160)
 
 
 if __name__ == "__main__":

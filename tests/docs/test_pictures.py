@@ -5,11 +5,22 @@ import pytest
 from support import runs as training  # noqa: F401  # puts scripts/ on the path
 from support.recurrence import plan_of
 
-from torchtitan_magi import make_plan, varlen_causal
+from torchtitan_magi import make_plan, tree_causal, varlen_causal
 
 pytest.importorskip("matplotlib")
 from matplotlib.text import Annotation  # isort: skip
-from draw_plans import MASKS, draw_idea, draw_ownership, draw_parts, names_of, order_of, pairs_of, sees, spans  # isort: skip
+from draw_plans import (
+    MASKS,
+    draw_idea,
+    draw_ownership,
+    draw_parts,
+    draw_tree,
+    names_of,
+    order_of,
+    pairs_of,
+    sees,
+    spans,
+)  # isort: skip
 
 
 def test_the_idea_shows_the_tokens_that_queries_see():
@@ -50,3 +61,10 @@ def test_the_parts_are_those_of_the_plan_in_the_order_of_a_layer():
     arrows = [text for text in above.texts if isinstance(text, Annotation)]
     assert len(arrows) == len(parts.carries(False)) == 3
     assert [text.get_text() for text in below.texts].count("A2") == 2
+
+
+def test_the_tree_shows_each_node_and_what_it_saves():
+    lengths, parents = np.array([32, 16, 8, 8]), np.array([-1, 0, 0, 0])
+    left, right = draw_tree(make_plan(tree_causal(lengths, parents), 64, 2), list("abcd"), lengths, parents).axes
+    assert [text.get_text() for text in left.texts] == ["a, 32 tokens", "b, 16 tokens", "c, 8 tokens", "d, 8 tokens"]
+    assert right.get_title(loc="left").startswith("64 tokens in place of 128:")

@@ -104,6 +104,7 @@ DOCUMENTS = (
     lines({"messages": PARTS, "chat_template_kwargs": {"enable_thinking": False}}, {"messages": REASONING}),
     lines({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "c"}),
     lines({"prompt": "a", "completion": "b"}, {"instruction": "a", "input": "b", "output": "c"}),
+    lines({"prompt": "a", "completions": ["b", TURNS[1:], {"completion": "c", "weight": 0.5}]}),
 )
 PAIRS = (
     lines({"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": "4"}),
@@ -112,8 +113,9 @@ PAIRS = (
 )
 RECORD_WORDS = words(
     '"messages" "conversations" "role" "content" "from" "value" "human" "gpt" "user" "assistant" "system" "tool" "text"'
-    ' "prompt" "completion" "chosen" "rejected" "tools" "tool_calls" "function" "arguments" "weight" "reasoning"'
-    ' "thinking" "reasoning_content" "chat_template_kwargs" "name" "type" "<|im_end|>" "{\\"a\\":1}" "[[[" "\\udc00"'
+    ' "prompt" "completion" "completions" "chosen" "rejected" "tools" "tool_calls" "function" "arguments" "weight"'
+    ' "reasoning" "thinking" "reasoning_content" "chat_template_kwargs" "name" "type" "<|im_end|>"'
+    ' "{\\"a\\":1}" "[[[" "\\udc00"'
 )
 
 

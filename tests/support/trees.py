@@ -37,3 +37,23 @@ def trees_file(has_weights: bool = True) -> Path:
     rng.shuffle(records)
     write_jsonl(path := Path(new_folder(), "trees.jsonl"), records)
     return path
+
+
+@functools.cache
+def answers_files() -> tuple[Path, Path]:
+    """Prompts with several answers, and the same as a record for each answer: none for one of weight 0, two for one of
+    weight 2."""
+    rng = random.Random(7)
+    whole, alone = [], []
+    for _ in range(6):
+        prompt = [{"role": role, "content": text(rng, words)} for role, words in (("system", 80), ("user", 90))]
+        answers = [text(rng, rng.randint(10, 90)) for _ in range(4)]
+        weights = [1, 2, 0, None]
+        weighted = [{"completion": a, "weight": w} for a, w in zip(answers, weights, strict=True)]
+        whole.append({"prompt": prompt, "completions": [answers[0], *weighted[1:]]})
+        chosen = [answers[0], *[answers[1]] * 2, answers[3]]
+        alone += [{"prompt": prompt, "completion": answer} for answer in chosen]
+    paths = Path(new_folder(), "answers.jsonl"), Path(new_folder(), "alone.jsonl")
+    for path, records in zip(paths, (whole, alone), strict=True):
+        write_jsonl(path, records)
+    return paths

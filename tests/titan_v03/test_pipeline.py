@@ -13,6 +13,7 @@ from support.errors import run_ends
 from support.hf_loop import EPS, pairs_file
 from support.hf_models import hf_arguments, make_hf_folder
 from support.runs import TrainingError, corpus, new_folder, train, watch
+from support.trees import trees_file
 
 from torchtitan_magi.training.experts import EXPERT_LOAD_METRICS
 
@@ -95,6 +96,12 @@ def test_a_step_is_that_of_one_process(degrees, schedule):
     found = run(degrees, "--parallelism.pipeline_parallel_schedule", schedule, *with_validation())
     assert len(found.losses) == len(found.validation) == 2
     check(found, alone())
+
+
+def test_trees_are_those_of_one_process():
+    options = ["--magi.share_prefixes", "--magi.loss_per", "document", "--training.seq_len", "1024"]
+    options += ["--training.dataset_path", str(trees_file())]
+    check(run({"pp": 2, "cp": 2}, *options), run({}, *options))
 
 
 def expect_batches_of_a_pass(report):

@@ -8,7 +8,7 @@ from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.records.jsonl import JsonlFile
 from torchtitan_magi.data.records.record_file import RecordFile
 from torchtitan_magi.data.tokens.chat import ChatTokenizer
-from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPair
 
 __all__ = [
     "IGNORE_INDEX",
@@ -20,6 +20,7 @@ __all__ = [
     "PackedSFTDataset",
     "PackingCounts",
     "RecordFile",
+    "TokenizedAnswers",
     "TokenizedDocument",
     "TokenizedPair",
     "collate_packs",

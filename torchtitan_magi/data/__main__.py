@@ -30,8 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _check(options)
         inspection = inspect_data(
-            options.source, options.tokenizer, options.dataset == "dpo", options.seq_len, options.records, options.all
-        )
+            options.source, options.tokenizer, options.dataset == "dpo", options.seq_len, options.records, options.all,
+            options.share_prefixes,
+        )  # fmt: skip
         if options.html:
             write_output(options.html, html_page(inspection).encode(errors="backslashreplace"))
     except ValueError as error:
@@ -46,6 +47,8 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; give at least {least}")
+    if options.share_prefixes and (options.seq_len is None or options.dataset != "sft"):
+        raise ValueError("--share-prefixes shows how documents are packed; give --seq-len, and --dataset sft")
     if options.html:
         check_output(options.html)
 
@@ -72,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
         help="sft: conversations or texts; dpo: preference pairs (default: %(default)s)",
     )
     add("--seq-len", type=int, metavar="N", help="tokens per pack; shows truncation and fill (default: not shown)")
+    add(
+        "--share-prefixes",
+        action="store_true",
+        help="show what magi.share_prefixes saves, and a tree of records that begin alike (default: not shown)",
+    )
     add("--records", type=int, default=3, metavar="N", help="number of records to show (default: %(default)s)")
     add("--all", action="store_true", help="read all records (default: a random sample of 2,000)")
     add("--boundaries", action="store_true", help="mark where each token begins (default: not marked)")

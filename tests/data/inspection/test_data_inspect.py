@@ -507,3 +507,61 @@ def test_of_a_template_that_training_refuses_a_few_records_are_enough(inspect):
     assert inspection.tallies[0].read == summary.FEW
     assert inspection.template == []
     assert "refused, see above" in html_page(inspection)
+
+
+# --------------------------------------------------------------------------------------------------- common beginnings
+
+
+def test_common_beginnings_are_shown_as_they_are_computed(inspect, tmp_path):
+    begin = [{"role": "system", "content": "the cat " * 60}]
+    asked = [*begin, user("a dog " * 60)]
+    records = [messages(*asked, assistant(f"answer {number}")) for number in range(3)]
+    records += [messages(*begin, user("and?"), assistant("the end")), messages(user("the hat"), assistant("a dog"))]
+    inspection = inspect(records, seq_len=2048, share_prefixes=True)
+    assert inspection.sharing.counts.documents == 5
+    root, question, *rest = inspection.sharing.tree
+    assert (root.depth, root.position, root.records, root.where) == (0, 0, 4, "")
+    assert (question.depth, question.position, question.records) == (1, root.tokens, 3)
+    assert root.text.startswith("<s><|im_start|>system⏎the cat the cat")
+    assert question.text.startswith("a dog a dog")
+    answers = [node for node in rest if node.depth == 2]
+    assert sorted(node.where for node in answers) == [f"{tmp_path}/data.jsonl:{line}" for line in (1, 2, 3)]
+    assert {node.position for node in answers} == {question.position + question.tokens}
+    (other,) = [node for node in rest if node.depth == 1]
+    assert (other.where, other.position) == (f"{tmp_path}/data.jsonl:4", root.tokens)
+    saved = inspection.sharing.counts
+    assert saved.shared_tokens == 3 * root.tokens + 2 * question.tokens
+    said = report(inspection, Painter(has_color=False))
+    assert f"Common beginnings\nthe first 5 records take {saved.tokens:,} tokens in place of" in said
+    assert f"\n        0  {root.tokens:,} tokens, 4 records: <s>" in said
+    assert f"{root.tokens:>9,}  └ {question.tokens:,} tokens, 3 records: " in said
+    assert "<h2>Common beginnings</h2><p>the first 5 records take" in html_page(inspection)
+
+
+def test_nothing_in_common_is_said(inspect):
+    inspection = inspect(GOOD, seq_len=256, share_prefixes=True)
+    assert "\nnone: no two of the first 3 records begin with the same tokens\n" in report(inspection, Painter(False))
+    assert inspect(GOOD, seq_len=256).sharing is None
+
+
+@pytest.mark.parametrize("given", [[], ["--seq-len", "64", "--dataset", "dpo"]])
+def test_common_beginnings_need_a_length_and_documents(capsys, given):
+    with pytest.raises(SystemExit):
+        command.main(["data.jsonl", "--tokenizer", "folder", "--share-prefixes", *given])
+    assert (
+        "--share-prefixes shows how documents are packed; give --seq-len, and --dataset sft" in capsys.readouterr().err
+    )
+
+
+def test_answers_are_shown_behind_their_prompt(inspect, tmp_path):
+    answers = ["the cat", {"completion": "a dog", "weight": 0.5}]
+    inspection = inspect([{"prompt": "the hat", "completions": answers, "mood": 1}] * 2, seq_len=64, num_shown=1)
+    ((_, seen),) = inspection.shown
+    (first, cells), (second, more) = seen.cells
+    assert (first, second) == ("answer 1", "answer 2")
+    assert "".join(cell.text for cell in cells).startswith("<s><|im_start|>user\nthe hat")
+    assert "".join(cell.text for cell in more if cell.is_learned) == "a dog<|im_end|>\n"
+    assert seen.tokens == len(cells) + len(more)
+    assert seen.length == seen.kept == seen.tokens - 2
+    assert [text for text in warnings_of(inspection) if "mood" in text]
+    assert not [text for text in warnings_of(inspection) if "completions" in text]

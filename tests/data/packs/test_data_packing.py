@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from torchtitan_magi.data import IGNORE_INDEX, PackedSFTDataset, PackingCounts, TokenizedDocument, pack_best_fit
 from torchtitan_magi.data.packs import best_fit
+from torchtitan_magi.data.packs.pack_options import PackOptions
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 
 
@@ -59,7 +60,7 @@ def documents(draw):
 def cut(made, seq_len, long_documents):
     """The pieces of documents as (index, start, inputs, labels), and the counts."""
     packs = PackedSFTDataset.__new__(PackedSFTDataset)
-    packs.seq_len, packs.long_documents = seq_len, long_documents
+    packs.options, packs.seq_len, packs.long_documents = PackOptions(seq_len), seq_len, long_documents
     block = TokenBlock.of("documents", made)
     pieces, counts = packs.make_pieces(block, np.arange(len(made)))
     found = []

@@ -15,6 +15,7 @@ from support.streams import assert_nothing_is_lost, join, resume, take, with_sma
 from torchtitan_magi.data import IGNORE_INDEX, PackedPairDataset, PackedSFTDataset, TokenizedDocument, collate_packs
 from torchtitan_magi.data.packs import prefix_trees
 from torchtitan_magi.data.packs.prefix_trees import Run, grow_trees
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers
 
 blocks = with_small_blocks(1500)
 SEQ_LEN = 64
@@ -179,7 +180,9 @@ def test_branches_keep_the_order_of_the_window():
         return trees.order.tolist(), trees.shared.tolist()
 
     assert order(["abcdZ", "xyzw", "abcdA", "abcdM"]) == ([0, 2, 3, 1], [0, 3, 3, 0])
-    assert order(["abcdZZ", "abcdAAB1", "q", "abcdZY", "abcdAAB2"]) == ([0, 3, 1, 4, 2], [0, 3, 3, 6, 0])
+    assert order(["abcdZZ", "abcdAAB1", "q", "abcdZY", "abcdAAB2"]) == ([0, 1, 4, 3, 2], [0, 3, 6, 3, 0])
+    mixed = [f"abcd{''.join(letters)}" for letters in np.random.default_rng(0).choice([*"xyz"], (40, 2))]
+    assert order(mixed) == ([*range(40)], [0, *[3] * 39])  # however their branches would be sorted
     assert order(["abc", "abd", "ab"]) == ([0, 1, 2], [0, 0, 0])  # less than SHORTEST
     assert order([]) == ([], [])
 
@@ -249,3 +252,29 @@ def test_pairs_are_refused(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     with pytest.raises(ValueError, match="share_prefixes is True, but it is for documents; leave it out"):
         PackedPairDataset(path, tokenize, 16, share_prefixes=True)
+
+
+# ------------------------------------------------------------------------------------------------------ several answers
+
+
+def test_answers_of_a_record_are_documents_that_count_as_their_weights_say(tmp_path):
+    def answers(record):
+        made = [tokenize({"text": text}) for text in record["text"].split("|")]
+        weights = tuple(float(number) for number in made.pop().tokens)
+        return TokenizedAnswers(tuple(made), weights)
+
+    prompt = "1 2 3+ 4"
+    records = [{"text": f"{prompt} 5+ 6+|{prompt} 7+|{prompt} 8+ 9+|1 3 0"}, {"text": f"{prompt} 5+|20 21 22 23+|2 1"}]
+    path = write_jsonl(tmp_path / "train.jsonl", records)
+    packs = PackedSFTDataset(path, answers, 20, epochs=1, shuffle=False, share_prefixes=True)
+    ((inputs, labels),) = packs
+    assert inputs["records"].tolist() == [0, 0, 1, 1]
+    assert inputs["documents"].tolist() == [[0, 5, 0], [5, 6, 3], [6, 7, 3], [7, 10, 0]]
+    assert labels[:10].tolist() == [-100, 3, -100, 5, 6, 7, 5, -100, -100, 23]
+    per_label, per_document = inputs["label_weights"][:, :10].tolist()
+    assert per_label == [0, 1 + 2 + 3, 0, 1, 1, 3, 2, 0, 0, 1]
+    assert per_document == pytest.approx([0, 1 / 3 + 2 / 2 + 3 / 2, 0, 1 / 3, 1 / 3, 3 / 2, 2 / 2, 0, 0, 1])
+    assert packs.counts.unlabeled == 1  # the answer of weight 0
+    assert_nothing_is_lost(packs.counts)
+    with pytest.raises(ValueError, match=r'has records with "completions", which are packed as trees; set magi.share'):
+        list(PackedSFTDataset(path, answers, 20, epochs=1))

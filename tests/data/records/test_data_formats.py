@@ -1,7 +1,9 @@
 """Forms of document records, and what of them reaches the chat template."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 from support.chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, TOOL, TURN_ENDS, chat, learned
 from support.conversations import assistant, user
@@ -258,3 +260,65 @@ def test_whatever_is_nested_is_a_record_or_one_malformed_record(depth):
         assert "nested too deeply" in str(result) or "refuses the messages (maximum recursion" in str(result)
     else:
         assert len(result.tokens) > 5 * depth
+
+
+# ------------------------------------------------------------------------------------------------------ several answers
+
+
+def test_every_form_of_an_answer():
+    answers = ["a dog", [ASSISTANT], ASSISTANT, {"completion": "a dog", "weight": 0.5}, {"completion": [ASSISTANT]}]
+    record = parse_document({"prompt": "the hat", "completions": answers, "system": "be brief", "tools": TOOLS})
+    short = [{"role": "assistant", "content": "a dog"}]
+    assert record == {
+        "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the hat"}],
+        "completions": [short, [ASSISTANT], [ASSISTANT], short, [ASSISTANT]],
+        "weights": [1.0, 1.0, 1.0, 0.5, 1.0],
+        "tools": TOOLS,
+    }
+    assert parse_document({"messages": [USER], "completions": ["x"]}) == {"messages": [USER]}  # as any other key
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([], '"completions" is [] (list); write a list of answers, each a string or messages'),
+        ("a dog", "\"completions\" is 'a dog' (str); write a list of answers"),
+        ([""], '"completions[0]" is empty; remove the line'),
+        (["a", {"completion": "b", "weight": -1}], "completions[1].weight is -1; use a number of at least 0"),
+        (["a", {"completion": "b", "weight": True}], "completions[1].weight is True; use a number"),
+        ([[USER]], "completions[0] has no assistant message; add one"),
+        ([{"content": "b"}], 'has no "role"'),
+    ],
+)
+def test_what_is_no_answer_is_one_line(answers, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_document({"prompt": "the hat", "completions": answers})
+
+
+def test_each_answer_is_tokenized_as_a_record_of_its_own():
+    answers = ["the cat", {"completion": "a dog", "weight": 0.5}, "the end"]
+    tokenizer, alone = chat(CHATML_TEMPLATE), ({"prompt": "the hat", "completion": "the cat"}, {"text": "the end"})
+    whole = {"prompt": "the hat", "completions": answers}
+    batch = tokenizer.documents(
+        [parse_document(alone[0]), parse_document(whole), ValueError("x"), parse_document(alone[1])]
+    )
+    first, made, error, text = batch
+    assert str(error) == "x"
+    assert made.weights == (1.0, 0.5, 1.0)
+    assert [learned(document) for document in made.documents] == [
+        f"{said}<|im_end|>\n" for said in ("the cat", "a dog", "the end")
+    ]
+    np.testing.assert_array_equal(made.documents[0].tokens, first.tokens)
+    np.testing.assert_array_equal(made.documents[0].loss_mask, first.loss_mask)
+    assert learned(text) == "<s>the end</s>"
+
+
+def test_an_answer_that_the_template_refuses_is_the_records_error():
+    template = (
+        "{% for m in messages %}{% if 'cat' in m.content %}{{ raise_exception('no cats') }}{% endif %}{% endfor %}"
+    )
+    tokenizer = chat(template + CHATML_TEMPLATE)
+    good, bad = ({"prompt": "the hat", "completions": ["a dog", other]} for other in ("the end", "the cat"))
+    made, error, more = tokenizer.documents([parse_document(record) for record in (good, bad, good)])
+    assert "no cats" in str(error)
+    assert [learned(document) for document in more.documents] == [learned(document) for document in made.documents]

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from support.parity import difference, trained_anew
 from support.runs import IS_0_3, TrainingError, corpus, train
-from support.trees import trees_file
+from support.trees import answers_files, trees_file
 
 from torchtitan_magi.data import PackedSFTDataset
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
@@ -18,16 +18,17 @@ SEQ_LEN = 2048
 
 
 @functools.cache
-def packs_per_epoch(shared):
+def packs_per_epoch(shared, path=None):
     """A step is an epoch, so that it has the same records with and without trees."""
     tokenizer = load_chat_tokenizer(corpus() / "tokenizer")
-    packs = PackedSFTDataset(trees_file(), tokenizer, SEQ_LEN, shuffle=False, epochs=1, share_prefixes=shared)
+    packs = PackedSFTDataset(path or trees_file(), tokenizer, SEQ_LEN, shuffle=False, epochs=1, share_prefixes=shared)
     return len(list(packs))
 
 
-def trained(name, *options, shared, **kwargs):
-    options = [*options, "--training.dataset_path", str(trees_file()), "--magi.no-shuffle"]
-    options += ["--training.local_batch_size", "1", "--training.global_batch_size", str(packs_per_epoch(shared))]
+def trained(name, *options, shared, path=None, **kwargs):
+    options = [*options, "--training.dataset_path", str(path or trees_file()), "--magi.no-shuffle"]
+    options += ["--training.local_batch_size", "1"]
+    options += ["--training.global_batch_size", str(packs_per_epoch(shared, path))]
     options += ["--training.seq_len", str(SEQ_LEN), *(["--magi.share_prefixes"] if shared else [])]
     return trained_anew(name, *options, entry="torchtitan_magi.train", **kwargs)
 
@@ -47,6 +48,17 @@ CASES = [("cp1", "token"), ("cp1", "document"), ("cp2", "token"), ("cp2_tp2", "d
 @pytest.mark.parametrize(("name", "per"), CASES)
 def test_losses_and_gradients_are_those_of_flat_packs(name, per):
     expected, run = flat(per), trained(name, "--magi.loss_per", per, shared=True)
+    assert max_relative_difference(run.losses[:1], expected.losses[:1]) < 1e-6
+    assert max_relative_difference(run.grad_norms[:1], expected.grad_norms[:1]) < 1e-6
+    assert difference(run, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("per", ["token", "document"])
+def test_answers_count_as_so_many_records(per):
+    whole, alone = answers_files()
+    expected = trained("cp1", "--magi.loss_per", per, shared=False, path=alone)
+    run = trained("cp2", "--magi.loss_per", per, shared=True, path=whole)
+    assert packs_per_epoch(True, whole) < packs_per_epoch(False, alone)
     assert max_relative_difference(run.losses[:1], expected.losses[:1]) < 1e-6
     assert max_relative_difference(run.grad_norms[:1], expected.grad_norms[:1]) < 1e-6
     assert difference(run, expected) <= TOLERANCE

@@ -24,7 +24,8 @@ from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.records.formats import parse_document, parse_pair
 from torchtitan_magi.data.records.record_file import attempt
 from torchtitan_magi.data.tokens.chat import ChatTokenizer
-from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPair, num_common
+from torchtitan_magi.data.tokens.token_block import Tokenized
 
 T = TypeVar("T")
 
@@ -94,12 +95,12 @@ class Examiner:
     def template(self) -> tuple[list[Cell], list[Found]]:
         """A conversation of two rounds as the template writes it, empty if it refuses it, and what looks wrong."""
         (document,) = self.chat.documents([{"messages": PROBE}])
-        if isinstance(document, ValueError):
+        if not isinstance(document, TokenizedDocument):
             return [], [("probe", str(document))]
         part = Part("", document.tokens, document.loss_mask, tuple(turn["content"] for turn in PROBE))
         return self.speller.cells(part), self.checker.check_template(part)
 
-    def _seen(self, index: int, raw: Any, record: Any, result: TokenizedDocument | TokenizedPair | ValueError) -> Seen:
+    def _seen(self, index: int, raw: Any, record: Any, result: Tokenized | ValueError) -> Seen:
         if isinstance(result, ValueError):
             return Seen(index, error=str(result))
         parts = parts_of(record, result)
@@ -119,8 +120,10 @@ class Examiner:
         """The columns of the current block that no record has, whose keys would be named."""
         return [("key", name) for name in self.corpus.unread_columns(self._block)]
 
-    def _fitted(self, result: TokenizedDocument | TokenizedPair) -> tuple[int, int, str]:
-        """Positions before and after truncation, and why the record is left out."""
+    def _fitted(self, result: Tokenized) -> tuple[int, int, str]:
+        """Positions before and after truncation, and why the record is left out; of answers those of all of them."""
+        if isinstance(result, TokenizedAnswers):
+            return self._fitted_answers(result)
         if isinstance(result, TokenizedDocument):
             length = max(0, len(result.tokens) - 1)
             kept = min(length, self.seq_len)
@@ -137,9 +140,25 @@ class Examiner:
             return length, 0, "with chosen equal to rejected"
         return length, fitted.num_positions(shared_prompt=True), ""
 
+    def _fitted_answers(self, answers: TokenizedAnswers) -> tuple[int, int, str]:
+        each = [self._fitted(document) for document in answers.documents]
+        first, *others = (document.tokens for document in answers.documents)
+        shared = sum(num_common(first, tokens) for tokens in others)
+        lost = sum(length - kept for length, kept, _ in each)
+        kept = min(self.seq_len, max(0, sum(kept for _, kept, _ in each) - shared))
+        return kept + lost, kept, "" if kept else each[0][2]
 
-def parts_of(record: dict[str, Any], result: TokenizedDocument | TokenizedPair) -> tuple[Part, ...]:
-    """The tokens of a record: one part for a document, three for a pair."""
+
+def parts_of(record: dict[str, Any], result: Tokenized) -> tuple[Part, ...]:
+    """The tokens of a record: one part for a document, three for a pair; of answers the first with its prompt, and of
+    each other one what differs from that."""
+    if isinstance(result, TokenizedAnswers):
+        first, said = result.documents[0], [_contents(messages) for messages in record["completions"]]
+        parts = [Part("answer 1", first.tokens, first.loss_mask, _contents(record["prompt"]) + said[0])]
+        for number, (one, words) in enumerate(zip(result.documents[1:], said[1:], strict=True), start=2):
+            fork = num_common(first.tokens, one.tokens)
+            parts.append(Part(f"answer {number}", one.tokens[fork:], one.loss_mask[fork:], words))
+        return tuple(parts)
     if isinstance(result, TokenizedDocument):
         contents = (record["text"],) if "text" in record else _contents(record["messages"])
         return (Part("", result.tokens, result.loss_mask, contents),)
@@ -148,10 +167,10 @@ def parts_of(record: dict[str, Any], result: TokenizedDocument | TokenizedPair) 
     return prompt, *(Part(n, side.tokens, side.loss_mask, _contents(record[n])) for n, side in completions)
 
 
-def _notes(result: TokenizedDocument | TokenizedPair) -> tuple[str, ...]:
-    if isinstance(result, TokenizedDocument):
-        return result.notes
-    return result.chosen.notes + result.rejected.notes
+def _notes(result: Tokenized) -> tuple[str, ...]:
+    if isinstance(result, TokenizedPair):
+        return result.chosen.notes + result.rejected.notes
+    return result.notes
 
 
 def _contents(messages: list[dict[str, Any]]) -> tuple[str, ...]:

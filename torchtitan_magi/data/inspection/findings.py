@@ -59,6 +59,7 @@ _FORMS = {
     "messages": ("messages",),
     "conversations": ("conversations",),
     "completion": ("prompt", "completion"),
+    "completions": ("prompt", "completions"),
     "output": ("instruction", "input", "output", "text"),
     "text": ("text",),
     "chosen": ("prompt", "chosen", "rejected"),

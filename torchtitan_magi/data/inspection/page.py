@@ -11,6 +11,7 @@ from torchtitan_magi.data.inspection.judgement import Warning
 from torchtitan_magi.data.inspection.spelling import Cell, shorten, visible
 from torchtitan_magi.data.inspection.summary import Inspection, Tally
 from torchtitan_magi.data.inspection.table import bin_name, notes, rows, shares
+from torchtitan_magi.data.inspection.trees import Sharing
 
 _PAGE = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
 _RUN, _RECORD = 1_500, 8_000  # tokens shown
@@ -31,8 +32,16 @@ def html_page(inspection: Inspection) -> str:
         records="".join(_record(where, seen) for where, seen in inspection.shown),
         table=_table(rows(inspection)),
         notes="".join(f"<li>{escape(note)}</li>" for note in notes(inspection)),
+        sharing=_sharing(inspection.sharing),
         histograms="".join(_histogram(tally, inspection.seq_len) for tally in inspection.tallies),
     )
+
+
+def _sharing(sharing: Sharing | None) -> str:
+    if sharing is None:
+        return ""
+    said, *nodes = map(escape, sharing.lines())
+    return f"<h2>Common beginnings</h2><p>{said}</p><pre>{chr(10).join(nodes)}</pre>"
 
 
 def _warning(warning: Warning) -> str:

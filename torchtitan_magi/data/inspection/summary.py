@@ -14,6 +14,7 @@ from torchtitan_magi.data.inspection.examine import Batch, Examiner, Seen, Worke
 from torchtitan_magi.data.inspection.findings import Found
 from torchtitan_magi.data.inspection.judgement import Findings, Warning, by_block, sample, without_template
 from torchtitan_magi.data.inspection.spelling import Cell
+from torchtitan_magi.data.inspection.trees import Sharing, sharing
 from torchtitan_magi.data.packs.best_fit import pack_best_fit
 from torchtitan_magi.data.records.corpus import Corpus, Source
 from torchtitan_magi.data.tokens.assets import load_tokenizer
@@ -90,7 +91,8 @@ class Inspection:
     """What was seen of a data set.
 
     setting: what was read, line by line; seq_len: tokens per pack, None if it was not given; template: a conversation
-    that shows it, empty if it refuses it; shown: place and content of some records; tallies: of each source.
+    that shows it, empty if it refuses it; shown: place and content of some records; tallies: of each source; sharing:
+    of common beginnings, if that was asked for.
     """
 
     setting: list[str]
@@ -99,6 +101,7 @@ class Inspection:
     shown: list[tuple[str, Seen]]
     tallies: list[Tally]
     warnings: list[Warning]
+    sharing: Sharing | None = None
 
 
 def inspect_data(
@@ -108,6 +111,7 @@ def inspect_data(
     seq_len: int | None = None,
     num_shown: int = 3,
     read_all: bool = False,
+    share_prefixes: bool = False,
 ) -> Inspection:
     """Examines a data set, with a progress bar in a terminal.
 
@@ -118,6 +122,7 @@ def inspect_data(
         seq_len: tokens per pack; None: no truncation.
         num_shown: records to show.
         read_all: reads all records instead of a random sample: at most SAMPLE records and SAMPLE_TOKENS tokens.
+        share_prefixes: also packs the beginning of the data set as training does with that option.
 
     Raises ValueError for a source or folder that cannot be read, and if a process that renders the template dies.
     """
@@ -157,6 +162,7 @@ def inspect_data(
         [(corpus.where(index), seen) for index, seen in shown.items() if seen.tokens or seen.error],
         tallies,
         findings.warnings([*of_template, *of_probe], read, corpus),
+        sharing(source, chat, seq_len) if share_prefixes and seq_len else None,
     )
 
 

@@ -77,6 +77,8 @@ def report(inspection: Inspection, painter: Painter) -> str:
     sections += [painter.paint(line, _QUIET) for line in notes(inspection)]
     for tally in inspection.tallies:
         sections += ["", f"Records of {tally.path} by tokens", *_histogram(tally, inspection.seq_len, painter)]
+    if inspection.sharing:
+        sections += ["", painter.paint("Common beginnings", _TITLE), *inspection.sharing.lines()]
     sections += ["", painter.paint("What looks wrong", _TITLE), *_warnings(inspection, painter)]
     return "\n".join(sections) + "\n"
 

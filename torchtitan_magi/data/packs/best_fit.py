@@ -54,7 +54,7 @@ class PackingCounts:
     truncated: int = 0  # documents or pairs cut to seq_len
     truncated_tokens: int = 0  # positions removed by truncation
     split: int = 0  # documents cut into several pieces
-    extra_pieces: int = 0  # pieces of split documents beyond the first
+    extra_pieces: int = 0  # pieces of split documents, and answers of a record, beyond the first
     unlabeled: int = 0  # pieces left out because they have no label
     skipped: int = 0  # malformed records left out
     equal: int = 0  # pairs left out because chosen and rejected have equal tokens, before or after truncation

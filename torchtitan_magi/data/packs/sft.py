@@ -15,9 +15,10 @@ from torchtitan_magi.data.packs.stream import Pack
 from torchtitan_magi.data.packs.window_plan import Pieces
 from torchtitan_magi.data.records.formats import parse_document
 from torchtitan_magi.data.tokens.token_block import TokenBlock
-from torchtitan_magi.wording import quoted
+from torchtitan_magi.wording import quoted, quoted_path
 
 LongDocuments = Literal["truncate", "split"]
+ANSWERS = 'records with "completions", which are packed as trees'
 
 
 class PackedSFTDataset(PackedDataset):
@@ -38,7 +39,8 @@ class PackedSFTDataset(PackedDataset):
     - `inputs["documents"]` is int32 [n, 3], rows (start, end, shared): the tokens of a document are the first `shared`
       ones of the document before it (from its own beginning on), and the range [start, end), which may be empty;
     - `inputs["label_weights"]`: float64 [2, seq_len], what each label weighs if the loss is a mean over labels (how
-      many documents it is of), and if it is a mean over documents (the sum of 1 / their number of labels).
+      many documents it is of), and if it is a mean over documents (the sum of 1 / their number of labels). Answers of a
+      record with "completions" are documents, each of which counts as often as its weight says.
     """
 
     bounds_name = "documents"
@@ -58,22 +60,27 @@ class PackedSFTDataset(PackedDataset):
         Shifting comes before cutting: the label of a piece's last position is the first token of the next piece, so no
         label is lost at a cut. "truncate" keeps the first piece only.
         """
-        begin = block.bounds[indices]
-        size = np.maximum(0, block.bounds[indices + 1] - begin - 1)
+        answers = block.firsts[indices + 1] - block.firsts[indices]
+        document = np.repeat(block.firsts[indices] - (answers.cumsum() - answers), answers) + np.arange(answers.sum())
+        if not self.options.share_prefixes and ((answers > 1).any() or (block.weights[document] != 1).any()):
+            raise ValueError(f"{quoted_path(self.records.paths)} has {ANSWERS}; set magi.share_prefixes to true")
+        record, begin = np.repeat(indices, answers), block.bounds[document]
+        size = np.maximum(0, block.bounds[document + 1] - begin - 1)
         kept = size if self.long_documents == "split" else np.minimum(size, self.seq_len)
         num = -(-kept // self.seq_len)
         number = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)  # of a piece in its document
         start = number * self.seq_len
         length = np.minimum(np.repeat(kept, num) - start, self.seq_len)
         first = np.repeat(begin, num) + start + 1  # token that is the first label
-        learned = block.first_learned(first) < first + length
-        return Pieces(np.repeat(indices, num)[learned], start[learned], length[learned]), PackingCounts(
+        learned = (block.first_learned(first) < first + length) & (np.repeat(block.weights[document], num) > 0)
+        start += np.repeat(begin - block.begins(record), num)
+        return Pieces(np.repeat(record, num)[learned], start[learned], length[learned]), PackingCounts(
             documents=len(indices),
             tokens_read=int(size.sum()),
             truncated=int((kept < size).sum()),
             truncated_tokens=int((size - kept).sum()),
             split=int((num > 1).sum()),
-            extra_pieces=int(np.maximum(0, num - 1).sum()),
+            extra_pieces=int(np.maximum(0, num - 1).sum() + (answers - 1).sum()),
             unlabeled=int((~learned).sum() + (num == 0).sum()),
             tokens_left_out=int(length[~learned].sum()),
         )
@@ -87,7 +94,7 @@ class PackedSFTDataset(PackedDataset):
         changes = np.zeros(self.seq_len + 1, np.int64)  # 1 where a learned range begins, -1 behind it
         for block, tokens in pack.tokens.items():
             numbers = np.flatnonzero(pack.block == block)
-            first = tokens.bounds[pack.index[numbers]] + pack.start[numbers] + pack.shared[numbers]
+            first = tokens.begins(pack.index[numbers]) + pack.start[numbers] + pack.shared[numbers]
             last = first + own[numbers]
             for number, start, stop in zip(numbers.tolist(), first.tolist(), last.tolist(), strict=True):
                 inputs[number] = tokens.tokens[start:stop]
@@ -120,18 +127,20 @@ def _add_weights(weights: np.ndarray, begins: np.ndarray, pack: Pack) -> None:
     path: list[tuple[int, int]] = []  # (first position of a piece, place in the pack) of the runs that it lies in
     for number, (shared, begin) in enumerate(zip(pack.shared.tolist(), begins.tolist(), strict=True)):
         path = [run for run in path if run[0] < shared] + [(shared, begin)]
-        learned = _learned(pack, number)
+        learned, weight = _labels(pack, number)
         where = np.concatenate(
             [
                 place + np.flatnonzero(learned[first:last])
                 for (first, place), last in zip(path, [*(first for first, _ in path[1:]), len(learned)], strict=True)
             ]
         )
-        weights[:, where] += [[1], [1 / len(where)]]
+        weights[:, where] += [[weight], [weight / len(where)]]
 
 
-def _learned(pack: Pack, number: int) -> np.ndarray:
-    """bool [length]: which positions of a piece have a label."""
+def _labels(pack: Pack, number: int) -> tuple[np.ndarray, float]:
+    """bool [length]: which positions of a piece have a label; and how often it counts."""
     tokens = pack.tokens[int(pack.block[number])]
-    first = int(tokens.bounds[pack.index[number]] + pack.start[number]) + 1
-    return tokens.document(first, first + int(pack.length[number])).loss_mask
+    first = int(tokens.begins(pack.index[number]) + pack.start[number])
+    document = tokens.bounds.searchsorted(first, side="right") - 1
+    learned = tokens.document(first + 1, first + 1 + int(pack.length[number])).loss_mask
+    return learned, float(tokens.weights[document])

@@ -37,8 +37,8 @@ _MAX_MALFORMED = 10  # that a plan names
 class Pieces:
     """Pieces cut from the records of a block, which are packed: documents, cuts of long ones, or preference pairs.
 
-    index: int64 [n], the record's index in its block; start: int64 [n], first position within its document; length:
-    int64 [n], positions.
+    index: int64 [n], the record's index in its block; start: int64 [n], first position within its document, or behind
+    the first token of its first one; length: int64 [n], positions.
     """
 
     index: np.ndarray
@@ -239,7 +239,7 @@ def _pairs_of(length: np.ndarray, shared: np.ndarray, bounds: np.ndarray) -> np.
 
 
 def _run(tokens: TokenBlock, pieces: Pieces) -> Run:
-    return Run(tokens.tokens, tokens.bounds[tokens.parts * pieces.index] + pieces.start, pieces.length)
+    return Run(tokens.tokens, tokens.begins(pieces.index) + pieces.start, pieces.length)
 
 
 def blocks_carried(records: Corpus, cursor: Cursor) -> list[int]:

@@ -5,11 +5,15 @@ Documents (`parse_document`), recognised by their key:
     {"messages": [{"role": "user", "content": "..."}, ...]}              the form of chat interfaces
     {"conversations": [{"from": "human", "value": "..."}, ...]}          ShareGPT
     {"prompt": "..." or messages, "completion": "..." or messages}
+    {"prompt": "..." or messages, "completions": [...]}                  several answers, see below
     {"instruction": "...", "input": "...", "output": "..."}              Alpaca; "input" may be left out
     {"text": "..."}                                                      plain text, with loss on all of it
 
 Pairs (`parse_pair`): `{"prompt", "chosen", "rejected"}`, each a string or messages. Without "prompt", or if "chosen"
 and "rejected" both repeat it, these two are whole conversations; the messages with which both begin are the prompt.
+
+Each of "completions" is a string, messages, or `{"completion": "..." or messages, "weight": 0.5}`. They are learned as
+so many records with "prompt" and "completion", each of which counts as often as its weight says (1 if none is given).
 
 A string stands for one turn: the user's in "prompt", the assistant's in "completion", "chosen" and "rejected". "tools"
 and "chat_template_kwargs" go to the chat template with the messages; "system" (a string) becomes the first message, and
@@ -24,6 +28,7 @@ string, or a list of `{"type": "text", "text": ...}` that is joined. It may be n
 
 import functools
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,12 +57,15 @@ def _on_the_stack() -> Iterator[None]:
 
 @_on_the_stack()
 def parse_document(record: Any) -> dict[str, Any]:
-    """A JSON value -> `{"text": str}` or `{"messages": Messages}`, perhaps with "tools".
+    """A JSON value -> `{"text": str}`, `{"messages": Messages}`, or, of several answers, `{"prompt": Messages,
+    "completions": list[Messages], "weights": list[float]}`, the last two perhaps with "tools".
 
     Raises ValueError (`what; remedy`) when it has none of the forms.
     """
     _check_object(record, '"messages" or "text"')
     forms = [key for key in ("messages", "conversations", "completion", "output", "text") if key in record]
+    if not forms and "completions" in record:
+        return _with_tools(record, _answers(record))
     if forms == ["output", "text"]:  # Alpaca's own records repeat themselves as "text"
         forms.pop()
     if len(forms) > 1:
@@ -143,6 +151,29 @@ def _completion(record: dict[str, Any], key: str) -> Messages:
     if isinstance(record.get(key), dict):  # one message
         return _messages(key, [record[key]])
     return _turn(record, key, "assistant")
+
+
+def _answers(record: dict[str, Any]) -> dict[str, Any]:
+    """Prompt, completions and their weights."""
+    answers = record["completions"]
+    if not isinstance(answers, list) or not answers:
+        raise ValueError(f'"completions" is {_kind(answers)}; write a list of answers, each a string or messages')
+    found = [_answer(f"completions[{index}]", answer) for index, answer in enumerate(answers)]
+    prompt = _with_system(record, _turn(record, "prompt", "user"))
+    return {"prompt": prompt, "completions": [messages for messages, _ in found], "weights": [w for _, w in found]}
+
+
+def _answer(name: str, answer: Any) -> tuple[Messages, float]:
+    weight = None
+    if isinstance(answer, dict) and "completion" in answer:
+        answer, weight = answer["completion"], answer.get("weight")
+    weight = 1 if weight is None else weight
+    if type(weight) not in (int, float) or not 0 <= weight < math.inf:
+        raise ValueError(f"{name}.weight is {quoted(weight)}; use a number of at least 0")
+    messages = _completion({name: answer}, name)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{name} has no assistant message; add one")
+    return messages, float(weight)
 
 
 def _alpaca(record: dict[str, Any]) -> Messages:

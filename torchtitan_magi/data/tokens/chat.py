@@ -11,6 +11,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from torchtitan_magi.data.records.formats import Messages
 from torchtitan_magi.data.records.record_file import attempt
-from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair, pair_of
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPair, pair_of
 from torchtitan_magi.data.tokens.sandbox import Spans
 from torchtitan_magi.data.tokens.special_tokens import CONFIG, read_object, read_special_tokens
 from torchtitan_magi.data.tokens.template import PROBE_TOOLS, ChatTemplate, Kwargs, Rendering
@@ -31,6 +32,7 @@ from torchtitan_magi.machine import lack
 from torchtitan_magi.wording import one_line, quoted, quoted_path, shown
 
 T = TypeVar("T")
+Documents = TokenizedDocument | TokenizedAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class ChatTokenizer:
     """Tokenizes a record: `ChatTokenizer(...)(record) -> TokenizedDocument`. Picklable.
 
     `messages` are rendered by `template`, with loss on the assistant's text. `text` becomes BOS (if there is one),
-    text, EOS (if there is one), with loss on everything.
+    text, EOS (if there is one), with loss on everything. `completions` make TokenizedAnswers: each with the prompt.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`; its truncation and padding, if any, are not applied.
@@ -158,16 +160,29 @@ class ChatTokenizer:
         """Whether the template asks for the date. Then tokens depend on it."""
         return "strftime_now" in self._sources
 
-    def __call__(self, record: dict[str, Any]) -> TokenizedDocument:
-        return _unwrap(self.documents([record]))
+    def __call__(self, record: dict[str, Any]) -> Documents:
+        (document,) = self.documents([record])
+        if isinstance(document, ValueError):
+            raise document
+        return document
 
     def pair(self, record: dict[str, Any]) -> TokenizedPair:
         """Tokenizes a preference pair, see `pairs`. Raises ValueError as `__call__` does."""
         return _unwrap(self.pairs([record]))
 
-    def documents(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedDocument | ValueError]:
+    def documents(self, records: Sequence[dict[str, Any] | ValueError]) -> list[Documents | ValueError]:
         """Tokenizes a batch. A record that is refused, or that is a ValueError already, is its ValueError."""
-        return self._encode(attempt(self._render_record, record) for record in records)
+        sizes: list[int] = []
+
+        def texts() -> Iterator[_Text | ValueError]:
+            for record in records:
+                rendered = attempt(self._render_record, record)
+                of_one = [rendered] if isinstance(rendered, ValueError) else rendered
+                sizes.append(len(of_one))
+                yield from of_one
+
+        encoded = iter(self._encode(texts()))
+        return [_document_of(record, [*islice(encoded, n)]) for record, n in zip(records, sizes, strict=True)]
 
     def pairs(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedPair | ValueError]:
         """Tokenizes a batch of preference pairs, as `documents` does."""
@@ -199,10 +214,12 @@ class ChatTokenizer:
         template = self._template_for_tools if tools else self._template
         return template.render(messages, tools, first, kwargs)
 
-    def _render_record(self, record: dict[str, Any]) -> "_Text":
+    def _render_record(self, record: dict[str, Any]) -> "list[_Text]":
         if "text" in record:
-            return _Text(record["text"], None)
-        return self._render(record, record["messages"])
+            return [_Text(record["text"], None)]
+        if "completions" in record:
+            return [self._render(record, record["prompt"] + completion) for completion in record["completions"]]
+        return [self._render(record, record["messages"])]
 
     def _render_pair(self, record: dict[str, Any]) -> list["_Text"]:
         prompt = record["prompt"]
@@ -269,6 +286,14 @@ class ChatTokenizer:
         num_bytes[[*vocabulary.values()]] = [*map(len, vocabulary)]  # a character stands for a byte
         num_bytes[[*added]] = [len(token.content.encode()) for token in added.values()]
         return num_bytes
+
+
+def _document_of(record: Any, documents: list[TokenizedDocument | ValueError]) -> Documents | ValueError:
+    """What a record becomes, by its documents: one, or one for each answer."""
+    good = [document for document in documents if not isinstance(document, ValueError)]
+    if len(good) < len(documents):
+        return next(document for document in documents if isinstance(document, ValueError))
+    return TokenizedAnswers(tuple(good), tuple(record["weights"])) if "completions" in record else good[0]
 
 
 class _Text(NamedTuple):

@@ -19,6 +19,23 @@ class TokenizedDocument:
 
 
 @dataclass(frozen=True)
+class TokenizedAnswers:
+    """The tokens of a prompt with several answers.
+
+    documents: the conversation with each of them, prompt included; weights: how often each counts in the loss, 0 or
+    more.
+    """
+
+    documents: tuple[TokenizedDocument, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Those of all conversations."""
+        return tuple(dict.fromkeys(note for document in self.documents for note in document.notes))
+
+
+@dataclass(frozen=True)
 class TokenizedPair:
     """The tokens of a preference pair.
 

@@ -9,30 +9,35 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_magi.data.tokens.array_file import Layout
-from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair, num_common
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPair, num_common
 
-VERSION = 3  # of the files, and of the way from a record to its tokens
-PARTS = {"documents": 1, "pairs": 3}  # of a record's tokens
+VERSION = 4  # of the files, and of the way from a record to its tokens
+PARTS = {"documents": 1, "pairs": 3}  # of a record's tokens; one document for each answer, if it has several
 
-_INDEX = {"bounds": np.int64, "learned": np.int64, "common": np.int64, "checksums": np.uint32, "noted": np.uint32}
+_INDEX = {"bounds": np.int64, "firsts": np.int64, "weights": np.float32, "learned": np.int64, "common": np.int64}
+_INDEX |= {"checksums": np.uint32, "noted": np.uint32}
 _FILE = Layout(b"magitoks", _INDEX, "tokens")
+Tokenized = TokenizedDocument | TokenizedAnswers | TokenizedPair
+
 _MAX_NOTES = 16  # of a block, each by itself
 
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """The tokens of n consecutive records, each of 1 part (a document) or 3 (prompt, chosen and rejected completion).
+    """The tokens of n consecutive records, each of p parts: documents, or prompt, chosen and rejected completion.
 
-    tokens: int32 [t], parts one after the other; bounds: int64 [n * parts + 1], first token of each part, and t;
-    learned: int64 [m, 2], ranges of tokens to predict, ascending; common: int64 [n], of pairs, number of tokens with
-    which both completions begin (documents: 0); checksums: uint32 [n], CRC-32 of each record's tokens; malformed:
-    index in the block -> what is wrong with the record, which then has no token; notes: what the chat template left out
-    of records; noted: uint32 [n], bit k is set for a record that notes[k] is true of.
+    tokens: int32 [t], parts one after the other; bounds: int64 [p + 1], first token of each part, and t; firsts: int64
+    [n + 1], first part of each record, and p; weights: float32 [p], how often each part counts in the loss; learned:
+    int64 [m, 2], ranges of tokens to predict, ascending; common: int64 [n], of pairs, number of tokens with which both
+    completions begin (documents: 0); checksums: uint32 [n], CRC-32 of each record's tokens; malformed: index in the
+    block -> what is wrong with the record, which then has no token; notes: what the chat template left out of records;
+    noted: uint32 [n], bit k is set for a record that notes[k] is true of.
     """
 
-    parts: int
     tokens: np.ndarray
     bounds: np.ndarray
+    firsts: np.ndarray
+    weights: np.ndarray
     learned: np.ndarray
     common: np.ndarray
     checksums: np.ndarray
@@ -44,22 +49,23 @@ class TokenBlock:
         return len(self.checksums)
 
     @classmethod
-    def of(cls, kind: str, records: Sequence[TokenizedDocument | TokenizedPair | ValueError]) -> "TokenBlock":
+    def of(cls, kind: str, records: Sequence[Tokenized | ValueError]) -> "TokenBlock":
         """The block of these records. kind: "documents" or "pairs"."""
-        parts = PARTS[kind]
         malformed = {index: str(record) for index, record in enumerate(records) if isinstance(record, ValueError)}
-        rows = [_parts_of(record, parts) for record in records]
+        rows = [_parts_of(record, PARTS[kind]) for record in records]
         tokens = np.concatenate([np.zeros(0, np.int32), *(part.tokens for row in rows for part in row)])
         masks = np.concatenate([np.zeros(1, bool), *(part.loss_mask for row in rows for part in row), [False]])
         bounds = np.cumsum([0, *(len(part.tokens) for row in rows for part in row)])
-        common = [0 if parts == 1 else num_common(row[1].tokens, row[2].tokens) for row in rows]
-        firsts = bounds[::parts].tolist()
+        common = [num_common(row[1].tokens, row[2].tokens) if kind == "pairs" else 0 for row in rows]
+        firsts = np.cumsum([0, *map(len, rows)])
+        weights = [weight for record, row in zip(records, rows, strict=True) for weight in _weights_of(record, row)]
         notes, noted = _noted([_notes_of(row) for row in rows])
-        checksums = [zlib.crc32(tokens[first:last].data) for first, last in itertools.pairwise(firsts)]
+        checksums = [zlib.crc32(tokens[first:last].data) for first, last in itertools.pairwise(bounds[firsts].tolist())]
         return cls(
-            parts,
             tokens,
             bounds,
+            firsts,
+            np.array(weights, np.float32),
             np.flatnonzero(masks[1:] != masks[:-1]).reshape(-1, 2),
             np.array(common, np.int64),
             np.array(checksums, np.uint32),
@@ -68,9 +74,13 @@ class TokenBlock:
             notes,
         )
 
+    def begins(self, indices: np.ndarray) -> np.ndarray:
+        """int64 [k]: the first token of each of these records."""
+        return self.bounds[self.firsts[indices]]
+
     def are_sound(self, indices: np.ndarray) -> bool:
         """Whether the tokens of these records are those that were written."""
-        firsts, lasts = (self.bounds[record * self.parts].tolist() for record in (indices, indices + 1))
+        firsts, lasts = (self.begins(record).tolist() for record in (indices, indices + 1))
         rows = zip(firsts, lasts, self.checksums[indices].tolist(), strict=True)
         return all(zlib.crc32(self.tokens[first:last].data) == checksum for first, last, checksum in rows)
 
@@ -99,7 +109,7 @@ class TokenBlock:
         return of, np.maximum(first[of], found[:, 0]), np.minimum(last[of], found[:, 1])
 
     def pair(self, index: int) -> TokenizedPair:
-        """The pair of a record of three parts."""
+        """The pair of a record."""
         begin, chosen, rejected, end = self.bounds[3 * index : 3 * index + 4].tolist()
         return TokenizedPair(self.tokens[begin:chosen], self.document(chosen, rejected), self.document(rejected, end))
 
@@ -110,7 +120,7 @@ class TokenBlock:
 
     def write(self, path: str) -> None:
         """Writes a file, whole or not at all. Raises OSError."""
-        head = {"parts": self.parts, "malformed": self.malformed, "notes": self.notes}
+        head = {"malformed": self.malformed, "notes": self.notes}
         _FILE.write(path, head, {name: getattr(self, name) for name in (*_FILE.index, "tokens")})
 
     @classmethod
@@ -118,16 +128,20 @@ class TokenBlock:
         """Maps a file. Raises FileNotFoundError, OSError, and Damaged if it is not as it was written."""
         head, arrays = _FILE.open(path)
         malformed = {int(index): what for index, what in head["malformed"].items()}
-        return cls(head["parts"], malformed=malformed, notes=head["notes"], **arrays)
+        return cls(malformed=malformed, notes=head["notes"], **arrays)
 
 
-def _parts_of(record: TokenizedDocument | TokenizedPair | ValueError, parts: int) -> list[TokenizedDocument]:
+def _parts_of(record: Tokenized | ValueError, parts: int) -> list[TokenizedDocument]:
     if isinstance(record, TokenizedPair):
         prompt = TokenizedDocument(record.prompt, np.zeros(len(record.prompt), bool))
         return [prompt, record.chosen, record.rejected]
     if isinstance(record, ValueError):
         return [TokenizedDocument(np.zeros(0, np.int32), np.zeros(0, bool))] * parts
-    return [record]
+    return [*record.documents] if isinstance(record, TokenizedAnswers) else [record]
+
+
+def _weights_of(record: Tokenized | ValueError, parts: list[TokenizedDocument]) -> Sequence[float]:
+    return record.weights if isinstance(record, TokenizedAnswers) else [1.0] * len(parts)
 
 
 def _notes_of(parts: Sequence[TokenizedDocument]) -> set[str]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.attention.bound_plan import IndexData
+from torchtitan_magi.data.packs.prefix_trees import Nodes, branches_of_documents, branches_of_pairs, nodes_of
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.masks.builders import tree_causal
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.plan import AttnPlan
-from torchtitan_magi.training.batches.branches import Nodes, nodes_of, of_documents, of_pairs
 
 MICROBATCH = "microbatch"  # its key beside "input" in the dict that torchtitan's Trainer hands on
 Batch = tuple[dict[str, Any], Tensor]  # "input" and MICROBATCH; labels
@@ -30,8 +30,8 @@ class Microbatch:
     Args:
         tokens: int64 [batch, seq_len], the rows planned as one pack.
         labels: int64 [batch, seq_len]; None where nobody asks for them.
-        branches: int64 [n, 3], the documents over the flattened batch, see ``branches``; of preference pairs two each,
-            chosen and rejected.
+        branches: int64 [n, 3], the documents over the flattened batch, see ``prefix_trees``; of preference pairs two
+            each, chosen and rejected.
         records: int64, the number of each document's or pair's record in the data set; None where nobody has counted
             records.
         model_inputs: what the model is called with besides: "positions", int32 [batch, seq_len], if they are not to run
@@ -72,10 +72,10 @@ class Microbatch:
         """
         model_inputs = {name: value for name, value in inputs.items() if name not in _FROM_LOADERS}
         if has_pairs := "pairs" in inputs:
-            branches = of_pairs(inputs["pairs"])
+            branches = branches_of_pairs(inputs["pairs"])
         else:
-            documents = inputs.get("documents")
-            branches = of_documents(documents_from_eos(inputs["input"], eos_id) if documents is None else documents)
+            given = inputs.get("documents")
+            branches = branches_of_documents(documents_from_eos(inputs["input"], eos_id) if given is None else given)
         records, weights = inputs.get("records", inputs.get("pair_ids")), inputs.get("label_weights")
         return cls(inputs["input"], labels, branches, records, model_inputs, has_pairs, weights)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from torchtitan_magi.attention.bound_plan import BoundPlan, bind_plan, index_data
 from torchtitan_magi.backends.choose import choose_block_attn
+from torchtitan_magi.data.packs.prefix_trees import positions_of
 from torchtitan_magi.exchange.agreement import agreement_of
 from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.planning.plan import make_plans
 from torchtitan_magi.planning.summary import describe_plan
-from torchtitan_magi.training.batches.branches import positions_of
 from torchtitan_magi.training.batches.microbatch import Microbatch
 from torchtitan_magi.training.process.groups import Group, rank_and_size_in
 from torchtitan_magi.training.settings.options import Magi

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.masks import dense_mask
 
+from torchtitan_magi.data.packs.prefix_trees import branches_of_documents, branches_of_pairs, nodes_of, positions_of
 from torchtitan_magi.losses.boundaries import branch_numbers
 from torchtitan_magi.masks.builders import causal_ranges, shared_prompt
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.training.batches.branches import nodes_of, of_documents, of_pairs, positions_of
 from torchtitan_magi.training.batches.microbatch import Microbatch
 
 
@@ -67,6 +67,6 @@ def test_documents_and_pairs_have_the_masks_they_had():
         assert of_flat == AttnSlices(causal_ranges(*documents.astype(np.int64).T, window or None))
         (paired,) = microbatch(20, pairs=pairs).masks([window])
         assert paired == shared_prompt(np.diff(pairs, axis=1), pairs[:, 0], window or None)
-    assert of_documents(documents).tolist() == [[0, 5, 0], [5, 8, 0], [9, 20, 0]]
-    assert of_pairs(pairs[::2]).tolist() == [[0, 5, 0], [5, 8, 3], [12, 15, 0], [15, 20, 1]]
+    assert branches_of_documents(documents).tolist() == [[0, 5, 0], [5, 8, 0], [9, 20, 0]]
+    assert branches_of_pairs(pairs[::2]).tolist() == [[0, 5, 0], [5, 8, 3], [12, 15, 0], [15, 20, 1]]
     assert microbatch(20, pairs=pairs).pairs[:, :, 0].tolist() == [[0, 5], [8, 10], [12, 15]]

@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Times training steps on records with common beginnings, flat and as trees (magi.share_prefixes).
+
+    python benchmarks/bench_trees.py [--gpus 2] [--layers 8] [--output FILE.json]
+    python benchmarks/bench_trees.py --count
+
+The model has the layer shapes of Llama 3 8B, random weights and few layers. The texts are the sources of Python's
+standard library. Flat and shared runs read the same records in packs of the same length, with context parallelism over
+all GPUs; a row has the median seconds per step, the first ones not counted, and the records that a step takes on
+average, so that records per second compare the two. --count only counts tokens, on any machine.
+
+Data
+  answers   prompts of 8k tokens, each with 8 answers of 1k
+  system    conversations of 1k tokens behind one system message of 3k
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bench_models
+from bench_models import LLAMA, ROOT, Case
+from bench_train import CHARACTERS, documents
+from figures import recording_parser, save, table
+
+from torchtitan_magi.calibrate import facts_of_run
+from torchtitan_magi.data import PackedSFTDataset
+from torchtitan_magi.data.packs.best_fit import PackingCounts
+from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
+
+TOKENS = 32768  # per pack and GPU
+TOKENIZER = ROOT / "assets" / "demo" / "tokenizer"
+TIMEOUT = 600  # seconds per run
+
+
+def words(source: Iterator[str], tokens: int) -> str:
+    """The next characters of the source, about so many tokens."""
+    return "".join(next(source) for _ in range(tokens * CHARACTERS))
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    """Messages of system, user and assistant, or of the last two."""
+    roles = ("system", "user", "assistant")[3 - len(contents) :]
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+
+
+def answers(source: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """48 prompts with 8 answers each."""
+    for _ in range(48):
+        prompt = words(source, 8_000)
+        yield from ({"messages": turns(prompt, words(source, 1_000))} for _ in range(8))
+
+
+def system(source: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """800 conversations."""
+    common = words(source, 3_000)
+    for _ in range(800):
+        yield {"messages": turns(common, words(source, 400), words(source, 600))}
+
+
+DATA = {"answers": answers, "system": system}
+
+
+def write(name: str, path: Path) -> None:
+    """Writes the records of DATA."""
+    source = (letter for row in documents(2**20) for letter in row["text"])
+    path.write_text("".join(json.dumps(record) + "\n" for record in DATA[name](source)))
+
+
+def counted(path: Path, shared: bool, seq_len: int) -> PackingCounts:
+    """What an epoch's packs hold."""
+    packs = PackedSFTDataset(path, load_chat_tokenizer(TOKENIZER), seq_len, epochs=1, share_prefixes=shared)
+    for _ in packs:
+        pass
+    return packs.counts
+
+
+def run(path: Path, shared: bool, gpus: int, layers: int, steps: int) -> dict[str, Any]:
+    """What the run's process recorded, see bench_models.py; what was printed, if it failed."""
+    with tempfile.TemporaryDirectory() as name:
+        for asset in TOKENIZER.iterdir():
+            Path(name, asset.name).write_bytes(asset.read_bytes())
+        Case("llama3", LLAMA, layers, TOKENS * gpus).write(Path(name))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+        command += [bench_models.__file__, bench_models.RECORD, name, "--job.config_file", f"{name}/bench.toml"]
+        command += ["--training.dataset_path", str(path), "--training.steps", str(steps)]
+        command += ["--parallelism.context_parallel_degree", str(gpus)] + ["--magi.share_prefixes"] * shared
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+        if done.returncode:
+            return {"error": (done.stdout + done.stderr)[-2500:]}
+        found: dict[str, Any] = json.loads(Path(name, "record.json").read_text())
+        return found
+
+
+def row_of(name: str, path: Path, shared: bool, arguments: Any) -> dict[str, Any]:
+    """Tokens and records of a step, and how long it takes unless they are only counted."""
+    counts = counted(path, shared, TOKENS * arguments.gpus)
+    row = {"data": name, "shared": shared, "gpus": arguments.gpus, "layers": arguments.layers}
+    row |= {"tokens": counts.tokens, "packs": counts.packs, "records_per_step": counts.pieces / counts.packs}
+    return row if arguments.count else row | run(path, shared, arguments.gpus, arguments.layers, arguments.steps)
+
+
+def trees_table(found: dict[str, Any]) -> str:
+    """A line for each run."""
+    lines = []
+    for row in found["rows"]:
+        speed = 1e3 * row["records_per_step"] / row["step_ms"] if "step_ms" in row else None
+        timed = [f"{row['step_ms']:,.0f}", f"{speed:.1f}"] if speed else ["", ""]
+        kind = "trees" if row["shared"] else "flat"
+        lines.append([row["data"], kind, f"{row['tokens']:,}", row["packs"], f"{row['records_per_step']:.1f}", *timed])
+    return table(["data", "packs", "tokens", "packs", "records per step", "step, ms", "records/s"], lines)
+
+
+def main() -> None:
+    parser = recording_parser(__doc__)
+    parser.add_argument("--data", nargs="+", default=list(DATA), choices=DATA, help="to train on")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs, which share each pack")
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--steps", type=int, default=24, help="of each run")
+    parser.add_argument("--count", action="store_true", help="count tokens only")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = (facts_of_run(arguments.commit) if not arguments.count else {}) | {"rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.data:
+            write(name, path := Path(folder, f"{name}.jsonl"))
+            for shared in (False, True):
+                row = row_of(name, path, shared, arguments)
+                if "error" in row:
+                    print(f"{name} FAILED\n{row['error']}", flush=True)
+                    continue
+                found["rows"].append(row)
+                save(found, arguments.output)
+    print(trees_table(found))
+
+
+if __name__ == "__main__":
+    main()
