@@ -81,13 +81,12 @@ class Fragments:
         fragments: cumulative tokens of fragments, [F + 1].
         first: number of each sequence's first fragment, and F, [D + 1].
         sequence: number of each fragment's sequence, [F].
-        begins: whether a sequence begins with the fragment, bool [F].
-        ends: likewise.
+        begins: whether a sequence begins with the fragment that is not mapped, bool [F].
+        ends: whether a sequence ends with the fragment, bool [F].
         scanned: cumulative tokens of what is scanned, [E + 1]: fragments if sequences are cut, else mapped sequences
             and what lies between them.
         num_chunks: chunks of each in each head, [E, H]; 0 for what lies between mapped sequences.
         ends_mapped: whether a mapped sequence ends with the fragment, bool [F, H]; used if sequences are cut.
-        begins_mapped: likewise.
         mapped: mapped sequences, int64 [n]: their numbers if sequences are cut, else where they are in `scanned`.
     """
 
@@ -101,7 +100,6 @@ class Fragments:
     scanned: Tensor
     num_chunks: Tensor
     ends_mapped: Tensor
-    begins_mapped: Tensor
     mapped: Tensor
 
     @classmethod
@@ -116,12 +114,14 @@ class Fragments:
             sequences, enable_intra=True, num_v_heads=num_heads, chunk_size=library.CHUNK_SIZE, is_train=True,
             force_intra_cp=max((lengths[i] for i in mapped), default=0) > LONG,
         )  # fmt: skip
+        is_mapped = torch.isin(torch.arange(len(lengths)), torch.tensor(mapped, dtype=torch.int64))
         fragments, first = sequences, torch.arange(len(sequences)).int()
         if chosen.is_intra:
-            fragments, first = chosen.intra_cp_cu_seqlens, chosen.seq_map_r2c
+            fragments, first = _with_short_ends(
+                chosen.intra_cp_cu_seqlens, chosen.seq_map_r2c, is_mapped, library.CHUNK_SIZE
+            )
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), first.diff())
         number = torch.arange(len(sequence))
-        is_mapped = torch.isin(torch.arange(len(lengths)), torch.tensor(mapped, dtype=torch.int64))
         scanned, places = fragments, torch.tensor(mapped, dtype=torch.int64)
         chunks = -(-fragments.diff() // library.CHUNK_SIZE)
         if not chosen.is_intra:  # neighbours that are not mapped are one
@@ -143,9 +143,19 @@ class Fragments:
 
         return cls(
             chosen.is_intra, cumulative(sequences), cumulative(fragments), moved(first), moved(sequence.int()),
-            moved(begins), moved(ends), cumulative(scanned), in_heads(chunks.int()),
-            in_heads(is_mapped[sequence] & ends), in_heads(is_mapped[sequence] & begins), moved(places),
+            moved(begins & ~is_mapped[sequence]), moved(ends), cumulative(scanned), in_heads(chunks.int()),
+            in_heads(is_mapped[sequence] & ends), moved(places),
         )  # fmt: skip
+
+
+def _with_short_ends(fragments: Tensor, first: Tensor, is_mapped: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """`Fragments.fragments` and `first` where the last chunk of mapped sequences is a fragment of its own. The map of a
+    sequence's last fragment takes all its chunks: parts of it would not begin where chunks do."""
+    start, end = fragments[first[1:] - 1], fragments[first[1:]]
+    cut = start + (end - start - 1) // size * size
+    chosen = is_mapped & (cut > start)
+    more = torch.cat([chosen.new_zeros(1, dtype=torch.int32), chosen.cumsum(0, dtype=torch.int32)])
+    return torch.cat([fragments, cut[chosen]]).sort().values, first + more
 
 
 @functools.lru_cache(maxsize=64)
@@ -253,9 +263,6 @@ class KernelsBackward:
             forth, back, self.is_whole, self.is_whole_back = _library().get_warmup_chunks_bidi(
                 inputs.gates, f.fragments, f.ends, f.begins, _library().CHUNK_SIZE
             )
-            if len(f.mapped):
-                forth, back = (torch.where(f.begins_mapped, f.num_chunks, count) for count in (forth, back))
-                self.is_whole_back = self.is_whole_back | f.begins_mapped
             self.fragment_states, self.matrices = inputs.scan(forth)
         if f.is_cut or len(f.mapped):
             _, self.dstates = _library().fused_gdr_dh(
