@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.models.shapes import block_of, num_moe_layers, parameters_of
 from torchtitan_magi.sizing.activations import CHUNK, kinds_of_layers
-from torchtitan_magi.sizing.gpus import RULE, Gpu
+from torchtitan_magi.sizing.gpus import RULE, RULE_BACKWARD, Gpu
 from torchtitan_magi.sizing.run_setup import LOOPS, Setup
 
 GRADIENTS = 2  # a backward takes twice the products of its forward
@@ -60,7 +60,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
         "matrix products": products * (1 + weights) / gpu.products,
         "element-wise passes": _passes(setup) / setup.pp * (3 + again) / gpu.passes,
         "attention": (forward + backward) / setup.pp,
-        "linear attention": rule * (1 + GRADIENTS),
+        "linear attention": rule * (1 + RULE_BACKWARD),
         "recomputation": again
         * (products * _products_again(setup) / gpu.products + (forward / setup.pp + rule) * attends),
         "output layer and loss": logits / setup.pp,
