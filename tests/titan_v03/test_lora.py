@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.degrees import degree_arguments, num_processes
-from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, document, pairs_file, records
+from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, SEQ_LEN, document, pairs_file, records
 from support.hf_models import KINDS, TEXT_PARTS, hf_arguments, load_hf, make_hf_folder
 from support.runs import corpus, new_folder, train
 from transformers import AutoTokenizer
@@ -131,7 +131,7 @@ def test_adapters_of_experts_train_alike_under_every_layout(kind, degrees):
 def loss_of(model, tokenizer, path):
     total, count = 0.0, 0
     for record in records(path):
-        tokens, mask = document(tokenizer, record)
+        tokens, mask = document(tokenizer, record, SEQ_LEN)
         labels = torch.tensor(tokens).masked_fill(torch.tensor(mask) == 0, -100)[1:]
         logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
         total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()

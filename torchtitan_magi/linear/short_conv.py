@@ -38,6 +38,8 @@ class ConvRows:
         edges: tokens that have any history among their rows, ascending, int64 [E].
         taps: for each distance from 1 to W - 1, those of `edges` whose row at this distance is history, by their place
             there, and which one it is.
+        lent: local rows that are history of any token, of any rank, ascending, int64 [n].
+        lent_places: the places of `own` there, then of `sent`.
         tables: the same for a kernel: offset, the place of each token in `edges` or -1, and the history row of each of
             `edges` by distance or -1; int32 [T], [T], [E, W - 1].
     """
@@ -48,6 +50,8 @@ class ConvRows:
     own: Tensor
     edges: Tensor
     taps: list[tuple[Tensor, Tensor]]
+    lent: Tensor
+    lent_places: Tensor
     tables: tuple[Tensor, Tensor, Tensor]
 
     @property
@@ -76,13 +80,14 @@ class ConvRows:
         edges = np.unique(np.concatenate([np.zeros(0, np.int64), *tokens]))
         tokens = [np.searchsorted(edges, of_tap) for of_tap in tokens]
         tables = _tables(offset, edges, tokens, places)
-        sent, before, own_rows, edges, *rest = (
+        lent, lent_places = np.unique(np.concatenate([own, exchange.send_rows]), return_inverse=True)
+        sent, before, own_rows, edges, lent, lent_places, *rest = (
             torch.tensor(x).to(device, non_blocking=True)
-            for x in (exchange.send_rows, offset, own, edges, *tokens, *places, *tables)
+            for x in (exchange.send_rows, offset, own, edges, lent, lent_places, *tokens, *places, *tables)
         )
         taps = list(zip(rest[: width - 1], rest[width - 1 : 2 * width - 2], strict=True))
         exchanged = exchange if len(routes.hops) else None
-        return cls(exchanged, sent, before, own_rows, edges, taps, tuple(rest[-3:]))
+        return cls(exchanged, sent, before, own_rows, edges, taps, lent, lent_places, tuple(rest[-3:]))
 
 
 def _routes(parts: DocumentParts, width: int) -> Routes:
@@ -197,7 +202,9 @@ def backward(
     returned, arrival = _send_back(sent, rows, transport)
     dx, dweight = torch.autograd.grad(out, (x, weight), dout)
     arrival.wait()
-    _add_returned(dx, returned, rows)
+    splits = rows.exchange.send_splits
+    for numbers, grads in zip(rows.sent.split(splits), returned.split(splits), strict=True):
+        dx.index_add_(0, numbers, grads)  # of one rank after the other, each row once
     return dx, dweight
 
 
@@ -210,12 +217,16 @@ def _backward_by_kernel(
     dhistory = dedges.new_zeros(history.shape)
     for (tokens, sources), tap in zip(rows.taps, weight.float().flip(1).unbind(1)[1:], strict=True):
         dhistory.index_add_(0, sources, dedges.index_select(0, tokens) * tap)
-    own, sent = dhistory.to(x.dtype).split([len(rows.own), len(received)])
+    own, sent = dhistory.split([len(rows.own), len(received)])  # float32, also on their way: each adds to others
+    grads = [own]
     if rows.exchange is not None:
         returned, arrival = _send_back(sent, rows, transport)
         arrival.wait()
-        _add_returned(dx, returned, rows)
-    return dx.index_add_(0, rows.own, own), dweight
+        grads += returned.split(rows.exchange.send_splits)
+    total = dx.index_select(0, rows.lent).float()
+    for places, grad in zip(rows.lent_places.split([len(grad) for grad in grads]), grads, strict=True):
+        total.index_add_(0, places, grad)  # of one rank after the other, each row once
+    return dx.index_copy_(0, rows.lent, total.to(dx.dtype)), dweight
 
 
 def _send_back(grads: Tensor, rows: ConvRows, transport: Transport) -> tuple[Tensor, Arrival]:
@@ -223,13 +234,6 @@ def _send_back(grads: Tensor, rows: ConvRows, transport: Transport) -> tuple[Ten
     assert rows.exchange is not None
     returned = grads.new_empty(len(rows.sent), grads.shape[1])
     return returned, transport.all_to_all(returned, grads.contiguous(), rows.exchange, back=True)
-
-
-def _add_returned(dx: Tensor, returned: Tensor, rows: ConvRows) -> None:
-    assert rows.exchange is not None
-    splits = rows.exchange.send_splits
-    for numbers, grads in zip(rows.sent.split(splits), returned.split(splits), strict=True):
-        dx.index_add_(0, numbers, grads)  # of one rank after the other, each row once
 
 
 class _ShortConv(torch.autograd.Function):

@@ -1,0 +1,71 @@
+"""What surrounds the short convolution's kernels, with kernels of plain torch in their place."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.loopback import Loopback
+from support.recurrence import convolution, plan_of, with_gradients
+
+import torchtitan_magi as magi
+from torchtitan_magi.linear import conv_kernels
+
+CASES = {  # document boundaries, and who has each token
+    "one rank": ([0, 1, 3, 70, 90], [0] * 96),
+    "cut documents": ([0, 30, 31, 64], [0] * 10 + [1] * 6 + [0] * 16 + [1] * 2 + [2] * 32 + [1] * 24 + [0] * 6),
+    "many small parts": ([0, 40, 41], [token % 3 for token in range(48)]),
+}
+
+
+def sums(x, history, taps, tables):
+    """As short_conv.cu has them, from its tables."""
+    offset, edge, taken = tables
+    token = torch.arange(len(x))
+    total = torch.zeros_like(x, dtype=taps.dtype)
+    for distance, tap in enumerate(taps):
+        own = distance <= offset
+        row = torch.where(own[:, None], x[(token - distance).clamp(min=0)], 0.0)
+        if distance and len(taken):
+            source = torch.where((edge >= 0) & ~own & (offset >= 0), taken[edge.clamp(min=0), distance - 1], -1)
+            row = torch.where((source >= 0)[:, None], history[source.clamp(min=0)], row) if len(history) else row
+        total = total + row * tap
+    return total
+
+
+def forward(x, weight, history, tables, activation):
+    total = sums(x, history, weight.flip(1).T, tables)
+    return F.silu(total) if activation else total
+
+
+def backward(x, weight, history, tables, activation, dout):
+    leaves = [each.detach().requires_grad_() for each in (x, weight)]
+    with torch.enable_grad():
+        total = sums(leaves[0], history, leaves[1].flip(1).T, tables)
+        out = F.silu(total) if activation else total
+    dtotal = torch.autograd.grad(out, total, dout, retain_graph=True)[0]
+    dx, dweight = torch.autograd.grad(total, leaves, torch.where(tables[0][:, None] >= 0, dtotal, 0.0))
+    return dx, dweight, dtotal[tables[1] >= 0].float()
+
+
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("case", CASES)
+def test_history_and_its_gradients_come_and_go(case, activation, monkeypatch):
+    for name, stand_in in (("has_kernel", lambda *_: True), ("forward", forward), ("backward", backward)):
+        monkeypatch.setattr(conv_kernels, name, stand_in)
+    plan = plan_of(*CASES[case])
+    generator = torch.Generator().manual_seed(0)
+    x, dout = torch.randn(2, plan.total_tokens, 3, generator=generator)
+    weight = torch.randn(3, 4, generator=generator)
+
+    def rank(mesh):
+        mine = [magi.dispatch(each, plan, mesh) for each in (x, dout)]
+        run = lambda x, w: magi.cp_causal_conv1d(x, w, plan, mesh, activation=activation)  # noqa: E731
+        out, dx, dweight = with_gradients(run, (mine[0], weight), mine[1])
+        return magi.undispatch(out, plan, mesh), magi.undispatch(dx, plan, mesh), dweight
+
+    def plain(x, w):
+        out = convolution(x, w, CASES[case][0])
+        return F.silu(out) if activation else out
+
+    found = [rank(None)] if plan.cp_size == 1 else Loopback(plan.cp_size).run(rank)
+    ours = *found[0][:2], sum(dweight for *_, dweight in found)
+    torch.testing.assert_close(list(ours), with_gradients(plain, (x, weight), dout))
