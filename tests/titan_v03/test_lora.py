@@ -45,7 +45,7 @@ CP, TP = {"cp": 2}, {"cp": 1, "tp": 2}
 @functools.cache
 def folder_of(kind):
     """Experts in bfloat16 would show in the loss."""
-    return make_hf_folder(kind, **({"initializer_range": 0.2} if kind in NO_DENSE_LAYERS else {}))
+    return make_hf_folder(kind, **({"initializer_range": 0.2} if kind in (*NO_DENSE_LAYERS, "qwen3_5_moe") else {}))
 
 
 @functools.cache
