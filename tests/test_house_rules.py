@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "training.batches",
     "training.checkpoints": "files data models training.settings.options training.process",
     "training.settings": "files models planning training.process training.checkpoints",
-    "training": "models exchange sizing",
+    "training": "models exchange sizing linear",
     "titan": "tiles masks data losses models cuda planning exchange backends attention linear training",
     "calibrate": "commands tiles masks cuda planning exchange backends attention",
     "report": "sizing",

@@ -13,7 +13,7 @@ from support.recurrence import layer_inputs
 
 from torchtitan_magi.linear import kernels
 from torchtitan_magi.linear.backend import Tokens
-from torchtitan_magi.linear.choose import choose_backend
+from torchtitan_magi.linear.choose import check_heads, choose_backend
 from torchtitan_magi.linear.chunked import Chunked
 
 
@@ -24,12 +24,17 @@ def tokens_of(dims=(128, 128), dtype=torch.bfloat16):
 
 def check_on(capability, dims=(128, 128)):
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
-        kernels.check_kernels(tokens_of(dims))
+        check_heads(dims, torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_cpus_run_plain_torch(dtype):
     assert isinstance(choose_backend(tokens_of(dtype=dtype)), Chunked)
+
+
+def test_a_model_that_runs_plain_torch_may_have_any_heads():
+    check_heads((96, 64), torch.float32, torch.device("cuda"))
+    check_heads((96, 64), torch.bfloat16, torch.device("cpu"))
 
 
 def test_heads_gpus_and_packages_that_do_not_fit_are_named(monkeypatch):

@@ -1,5 +1,7 @@
 """Chooses what runs the gated delta rule over a layer's tokens."""
 
+import torch
+
 from torchtitan_magi.linear.backend import Backend, Tokens
 from torchtitan_magi.linear.chunked import Chunked
 from torchtitan_magi.linear.kernels import Kernels, check_kernels
@@ -13,10 +15,28 @@ def choose_backend(tokens: Tokens) -> Backend:
     """
     if not runs_kernels(tokens):
         return Chunked()
-    check_kernels(tokens)
+    check_kernels((tokens.k.shape[2], tokens.v.shape[2]), tokens.v.dtype, tokens.v.device)
     return Kernels()
 
 
 def runs_kernels(tokens: Tokens) -> bool:
     """Whether kernels are to run, so that autograd cannot look inside."""
-    return tokens.v.is_cuda and tokens.v.dtype.itemsize == 2 and tokens.wide.itemsize != 8
+    return _have_kernels(tokens.v.dtype, tokens.v.device) and tokens.wide.itemsize != 8
+
+
+def check_heads(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Checks a model's heads before its first step.
+
+    Args:
+        dims: elements of a head, of q and k, and of v.
+        dtype: of q, k, v.
+
+    Raises:
+        ValueError: as ``choose_backend``.
+    """
+    if _have_kernels(dtype, device):
+        check_kernels(dims, dtype, device)
+
+
+def _have_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cuda" and dtype.itemsize == 2

@@ -25,15 +25,16 @@ LONG = 4096  # tokens: a longer sequence is cut if it is mapped
 INSTALL = "pip install torchtitan_magi[linear]"
 
 
-def check_kernels(tokens: Tokens) -> None:
-    """Whether the kernels take such tokens.
+def check_kernels(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Whether the kernels take q, k, v of such heads, and are installed.
+
+    Args:
+        dims: elements of a head, of q and k, and of v.
 
     Raises:
-        ValueError: they do not, or they are not installed.
+        ValueError: they do not, or are not; one line.
     """
-    dtype = tokens.v.dtype
-    dims = tokens.k.shape[2], tokens.v.shape[2]
-    capability = torch.cuda.get_device_capability(tokens.v.device)
+    capability = torch.cuda.get_device_capability(device)
     if dims != (HEAD_DIM, HEAD_DIM):
         raise ValueError(
             f"q, k, v are {dtype} on a GPU, with heads of {dims[0]} and {dims[1]}; the kernels take heads of "

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_magi.linear.choose import check_heads
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.training.batches.pack_loader import build_dataloader
@@ -60,12 +61,14 @@ class RunParts:
             windows: see ``MagiRuntime``.
 
         Raises:
-            ValueError: the tensor-parallel degree does not divide the heads.
+            ValueError: the tensor-parallel degree does not divide the heads, or there are no kernels for them.
         """
+        if (linear := facts.linear) is not None:
+            dtype = getattr(torch, self.job_config.training.mixed_precision_param)
+            check_heads((linear.head_dim, linear.value_dim), dtype, device)
         options, heads = attention_options(self.job_config), heads_of_rank(facts, dims.tp)
         cp_group, data_rank = group_of(dims, "cp"), data_parallel_rank(dims)
-        recurs = facts.linear is not None
-        return MagiRuntime(options, cp_group, heads, device, self.count, windows, data_rank, recurs)
+        return MagiRuntime(options, cp_group, heads, device, self.count, windows, data_rank, linear is not None)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Keeps it, and its files for the export. Raises ValueError where it has tokens that the model has not."""
