@@ -104,7 +104,7 @@ def losses(task, on_gpus):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_losses_on_gpus_are_those_of_the_cpu(task):
+def test_losses_are_those_without_gpus(task):
     if "PP" in task and "get_mesh" not in inspect.signature(PipelineStage).parameters:
         pytest.skip("torchtitan 0.3 wants a newer torch for pipelines")
     gpu, cpu = (losses(task, on_gpus) for on_gpus in (True, False))
