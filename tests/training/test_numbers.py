@@ -40,6 +40,7 @@ def packs_of(path, data, whole):
     from torchtitan_magi.data import PackedSFTDataset
 
     tokenize, options = chat_tokenizer(data), {"shuffle": not whole, "epochs": 1 if whole else -1}
+    options |= {"packs_per_step": 1 if whole else TOKENS // SEQ_LEN}
     areas = []
     for inputs, _ in PackedSFTDataset(path, tokenize, SEQ_LEN, **options):
         lengths = np.diff(inputs["documents"].astype(np.int64), axis=1)
