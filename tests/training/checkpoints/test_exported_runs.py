@@ -95,7 +95,9 @@ def dtypes_of(folder):
 @functools.cache
 def longest_document():
     """Positions of the longest document in the two packs of each of two steps."""
-    dataset = PackedSFTDataset(corpus() / "train.jsonl", load_chat_tokenizer(corpus() / "tokenizer"), 256)
+    dataset = PackedSFTDataset(
+        corpus() / "train.jsonl", load_chat_tokenizer(corpus() / "tokenizer"), 256, packs_per_step=2
+    )
     return max(1 + int(inputs["positions"].max()) for inputs, _ in itertools.islice(dataset, 4))
 
 
@@ -113,7 +115,7 @@ def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
     in float32 where others have 16 bits."""
     from transformers import AutoModelForCausalLM
 
-    how = {"shards": 2, "tied": (kind, layout) == ("qwen3", "cp2_tp2"), "max_position_embeddings": 200}
+    how = {"shards": 2, "tied": (kind, layout) == ("qwen3", "cp2_tp2"), "max_position_embeddings": 150}
     assets = make_hf_folder(kind, folder=tmp_path / "assets", **how)
     if dtype == "bfloat16":
         round_matrices(assets)
@@ -136,8 +138,8 @@ def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
     assert len(list(exported.glob("*.safetensors"))) == num_files > 1
     assert dtypes_of(exported) == dtypes_of(assets)
     fields = json.loads((exported / "config.json").read_text())
-    assert 200 < fields["max_position_embeddings"] == longest_document()
-    assert "training.seq_len is 256, but the model was trained for 200 positions" in output
+    assert 150 < fields["max_position_embeddings"] == longest_document()
+    assert "training.seq_len is 256, but the model was trained for 150 positions" in output
     assert AutoModelForCausalLM.from_pretrained(exported).generation_config.eos_token_id == [1, 4]
     assert fields["eos_token_id"] == [1, 4]
     assert "Turns end with <|im_end|>, so generation must stop there: the export has eos_token_id [1, 4]" in output
