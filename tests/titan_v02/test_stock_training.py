@@ -99,7 +99,7 @@ def loop_over_documents(checkpoint, data):
     dcp.load(weights, checkpoint_id=checkpoint)
     model.load_state_dict(weights)
 
-    packs = iter(PackedSFTDataset(f"{data}/train.jsonl", chat_tokenizer(data), SEQ_LEN))
+    packs = iter(PackedSFTDataset(f"{data}/train.jsonl", chat_tokenizer(data), SEQ_LEN, packs_per_step=2))
     loss_sum, num_valid, num_documents = 0.0, 0, 0
     for inputs, labels in (next(packs), next(packs)):
         num_valid += (labels != -100).sum()
