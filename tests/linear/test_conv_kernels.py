@@ -69,3 +69,15 @@ def test_history_and_its_gradients_come_and_go(case, activation, monkeypatch):
     found = [rank(None)] if plan.cp_size == 1 else Loopback(plan.cp_size).run(rank)
     ours = *found[0][:2], sum(dweight for *_, dweight in found)
     torch.testing.assert_close(list(ours), with_gradients(plain, (x, weight), dout))
+
+
+@pytest.mark.parametrize("found", [
+    torch.randn(81, dtype=torch.bfloat16)[1:].view(5, 16),
+    torch.randn(5, 32, dtype=torch.bfloat16)[:, ::2],
+    torch.randn(5, 16, dtype=torch.bfloat16),
+], ids=["behind an odd offset", "every other column", "as it is"])  # fmt: skip
+def test_rows_that_the_kernel_reads_are_aligned(found):
+    read = conv_kernels._readable(found)
+    assert torch.equal(read, found)
+    assert read.is_contiguous()
+    assert read.data_ptr() % 16 == 0

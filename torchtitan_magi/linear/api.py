@@ -7,10 +7,10 @@ from torch import Tensor
 from torchtitan_magi.attention.dispatch import check_tensor
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.linear.backend import Tokens, own_dtypes
-from torchtitan_magi.linear.choose import choose_backend, runs_kernels
+from torchtitan_magi.linear.choose import choose_backend
 from torchtitan_magi.linear.chunked import run
 from torchtitan_magi.linear.delta_rule import delta_rule
-from torchtitan_magi.linear.kernels import documents
+from torchtitan_magi.linear.kernels import Kernels, documents
 from torchtitan_magi.linear.short_conv import ConvRows, short_conv
 from torchtitan_magi.masks.builders import varlen_causal
 from torchtitan_magi.planning.plan import AttnPlan, check_plan
@@ -53,8 +53,7 @@ def gated_delta_rule(
     tokens, scale = _checked(q, k, v, g, beta, scale)
     table = varlen_causal(cu_seqlens, len(v)).table
     lengths = (table[:, 1] - table[:, 0]).tolist()
-    if lengths and runs_kernels(tokens):
-        choose_backend(tokens)
+    if lengths and isinstance(choose_backend(tokens), Kernels):
         return documents(*tokens, lengths, scale)
     with own_dtypes(v.device):
         out, _ = run(tokens, lengths, scale)

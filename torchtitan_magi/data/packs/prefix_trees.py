@@ -9,7 +9,7 @@ their tokens, so that what lies together in a pack is as mixed as ever.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -149,6 +149,20 @@ def _branches(common: np.ndarray, first: int, last: int, fork: int) -> list[tupl
     return found
 
 
+def paths_of(shared: Iterable[int], starts: Iterable[int]) -> Iterator[list[tuple[int, int]]]:
+    """Of each piece the runs that it lies in, its own last: how many of its positions stand before the run, and where
+    the run begins.
+
+    Args:
+        shared: see `Trees`.
+        starts: where the own positions of each piece begin.
+    """
+    path: list[tuple[int, int]] = []
+    for common, start in zip(shared, starts, strict=True):
+        path = [*(run for run in path if run[0] < common), (common, start)]
+        yield path
+
+
 def _cut(length: np.ndarray, shared: np.ndarray, seq_len: int) -> None:
     """Has a piece share nothing with the one before it where their tree would take more than seq_len positions."""
     total = 0
@@ -216,13 +230,11 @@ def positions_of(branches: Int64Array, num_tokens: int) -> npt.NDArray[np.int32]
 def _forks(branches: Int64Array) -> Int64Array:
     """int64 [n]: the token behind the last one that a branch shares; -1 if it shares none."""
     forks = np.full(len(branches), -1)
-    path: list[tuple[int, int]] = []  # (tokens of the branch before it, its first own token) of the runs it lies in
-    for number, (start, _, shared) in enumerate(branches.tolist()):
-        path = [run for run in path if run[0] < shared]
-        if shared:
-            before, first = path[-1]
-            forks[number] = first + shared - before
-        path.append((shared, start))
+    starts, _, shared = branches.T.tolist()
+    for number, (*above, (own, _)) in enumerate(paths_of(shared, starts)):
+        if above:
+            before, first = above[-1]
+            forks[number] = first + own - before
     return forks
 
 

@@ -11,6 +11,7 @@ import torch
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset, Sample
+from torchtitan_magi.data.packs.prefix_trees import paths_of
 from torchtitan_magi.data.packs.stream import Pack
 from torchtitan_magi.data.packs.window_plan import Pieces
 from torchtitan_magi.data.records.formats import parse_document
@@ -124,9 +125,7 @@ class PackedSFTDataset(PackedDataset):
 def _add_weights(weights: np.ndarray, begins: np.ndarray, pack: Pack) -> None:
     """Adds what the labels of each piece weigh, see `PackedSFTDataset`. begins: int64 [n], where the own positions of
     each piece begin in the pack."""
-    path: list[tuple[int, int]] = []  # (first position of a piece, place in the pack) of the runs that it lies in
-    for number, (shared, begin) in enumerate(zip(pack.shared.tolist(), begins.tolist(), strict=True)):
-        path = [run for run in path if run[0] < shared] + [(shared, begin)]
+    for number, path in enumerate(paths_of(pack.shared.tolist(), begins.tolist())):
         learned, weight = _labels(pack, number)
         where = np.concatenate(
             [

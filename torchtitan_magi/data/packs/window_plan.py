@@ -122,11 +122,11 @@ class WindowPlan:
     """A window of p packs.
 
     rows: int32 [n * 5], (block, index of the record in it, start, length, shared) of each piece, pack by pack, see
-    `Pieces` and `prefix_trees`;
-    bounds: int64 [p + 1], first row of each pack, and n; pairs: int64 [p], (query, key) pairs of each pack; checksums:
-    uint32 [p], CRC-32 of each pack's rows; carried: int64 [k, 2], (record, start) of each piece that is carried into
-    the next window; counts: of this window alone; malformed: the first records left out and what is wrong with them;
-    notes: what the chat template left out of records -> (of how many of this window's, number of one of these).
+    `Pieces` and `prefix_trees`; bounds: int64 [p + 1], first row of each pack, and n; pairs: int64 [p], (query, key)
+    pairs of each pack; checksums: uint32 [p], CRC-32 of each pack's rows; carried: int64 [k, 2], (record, start) of
+    each piece that is carried into the next window; counts: of this window alone; malformed: the first records left out
+    and what is wrong with them; notes: what the chat template left out of records -> (of how many of this window's,
+    number of one of these).
     """
 
     rows: np.ndarray

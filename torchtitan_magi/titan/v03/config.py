@@ -18,6 +18,7 @@ from torchtitan_magi.titan.v03.components import (
     MagiSelectiveAC,
     MagiValidator,
 )
+from torchtitan_magi.titan.v03.families.configs import copied
 from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import check_model, flavors, model_of, model_spec, stock_flavor
 from torchtitan_magi.titan.v03.toml_sections import Workers
@@ -70,12 +71,6 @@ def trainer_options(job: Any) -> dict[str, Any]:
 def values_of(config: Any) -> dict[str, Any]:
     """The options of a configuration of torchtitan's by name."""
     return {option.name: getattr(config, option.name) for option in fields(config)}
-
-
-def copied(kind: Any, section: Any, **others: Any) -> Any:
-    """A configuration of that kind with the values that a section has of the same names, and others."""
-    values = {field.name: getattr(section, field.name) for field in fields(kind) if hasattr(section, field.name)}
-    return kind(**values | others)
 
 
 def _model_spec(job: Any) -> Any:

@@ -16,7 +16,8 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
     ObjectiveLoss,
 )
-from torchtitan_magi.titan.v03.config import copied, values_of
+from torchtitan_magi.titan.v03.config import values_of
+from torchtitan_magi.titan.v03.families.configs import copied
 from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import with_varlen
 from torchtitan_magi.titan.v03.trainer import MagiTrainer

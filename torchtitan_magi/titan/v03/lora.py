@@ -1,7 +1,7 @@
 """Low-rank adapters by torchtitan 0.3's converter."""
 
 import functools
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
+from torchtitan_magi.titan.v03.families.configs import copied
 from torchtitan_magi.training.settings.magi_section import check_rank, check_targets
 from torchtitan_magi.training.settings.options import EXPERTS, LoRA
 from torchtitan_magi.wording import quoted
@@ -143,9 +144,8 @@ def _factors(shapes: dict[str, Any], init: dict[str, Any], layouts: dict[str, An
 def _with_factors(experts: Any, lora: LoRA) -> Any:
     """The configuration of the same experts with adapters. experts: frozen ones."""
     kind = type(experts)
-    values = {option.name: getattr(experts, option.name) for option in fields(experts) if option.init}
     own = {"_owner": _adapted(kind._owner), "rank": lora.rank, "alpha": lora.alpha}
-    return type(kind.__name__, (kind,), own)(**values)
+    return copied(type(kind.__name__, (kind,), own), experts)
 
 
 def sharding_of_adapter(stock: Any, layer: ShardingConfig | None) -> Any:

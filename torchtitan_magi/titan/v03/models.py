@@ -1,7 +1,7 @@
 """torchtitan 0.3's models: from and to our own ``ModelConfig``."""
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from torchtitan_magi.titan.v03.families import gpt_oss as our_gpt_oss
 from torchtitan_magi.titan.v03.families import kimi_k2_7 as our_kimi_k2_7
 from torchtitan_magi.titan.v03.families import muse_glimmer as our_muse_glimmer
 from torchtitan_magi.titan.v03.families import qwen3_5 as our_qwen3_5
+from torchtitan_magi.titan.v03.families.configs import copied
 from torchtitan_magi.titan.v03.families.positions import LinearRoPE
 from torchtitan_magi.titan.v03.families.qwen3_5_tensors import Qwen35Adapter
 from torchtitan_magi.titan.v03.lora import check_factors, join_local_layers
@@ -107,8 +108,7 @@ def _replace_layers(model: Any) -> None:
     for stock, ours in REPLACED.items():
         for _, config, parent, name in list(model.traverse(stock)):
             if config._owner is stock._owner:
-                values = {option.name: getattr(config, option.name) for option in fields(config) if option.init}
-                setattr(parent, name, _ours(type(config), stock, ours)(**values))
+                setattr(parent, name, copied(_ours(type(config), stock, ours), config))
 
 
 def _ours(kind: type, stock: type, ours: Any) -> Any:

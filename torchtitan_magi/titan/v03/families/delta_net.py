@@ -3,7 +3,7 @@
 Importing this takes torchtitan's models.qwen3_5, which imports flash-linear-attention: nobody else should.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor.experimental import local_map
 from torchtitan_magi.attention.op import PlanHandle
 from torchtitan_magi.linear.op import convolve, recur
 from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.titan.v03.families.configs import copied
 from torchtitan_magi.titan.v03.families.fla import fla_stands_in
 
 EPS = 1e-6  # of the lengths of queries and keys
@@ -116,9 +117,9 @@ def layers_of(config: ModelConfig, rope: Any) -> list[Any]:
 def _layer(stock: Any, config: ModelConfig) -> Any:
     """The configuration of our block for that of torchtitan's."""
     assert config.linear is not None
-    layer = _as(Block.Config, stock)
+    layer = copied(Block.Config, stock)
     if layer.delta_net is not None:
-        layer.delta_net = _as(DeltaNet.Config, layer.delta_net, conv_kernel_size=config.linear.conv_width)
+        layer.delta_net = copied(DeltaNet.Config, layer.delta_net, conv_kernel_size=config.linear.conv_width)
         for conv in (layer.delta_net.conv_q, layer.delta_net.conv_k, layer.delta_net.conv_v):
             conv.kernel_size = config.linear.conv_width
     if layer.moe is not None:
@@ -127,9 +128,3 @@ def _layer(stock: Any, config: ModelConfig) -> Any:
         for _, norm, _, _ in layer.traverse(kind.Config):
             norm.eps = config.norm_eps
     return layer
-
-
-def _as(kind: Any, config: Any, **changed: Any) -> Any:
-    """A configuration of that kind with the values of another."""
-    values = {option.name: getattr(config, option.name) for option in fields(config) if option.init}
-    return kind(**values | changed)

@@ -1,7 +1,7 @@
 """The text part of Qwen3.5 to 3.8 in torchtitan 0.3: a decoder with layers that recur."""
 
 import importlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from torchtitan.models.common.decoder_sharding import dense_sequence_parallel_pl
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.titan.v03.families.configs import copied
 from torchtitan_magi.titan.v03.families.positions import YarnRoPE
 
 
@@ -70,5 +71,4 @@ def _rope_of(config: ModelConfig, rope: Any) -> Any:
     """The positions of a layer. rope: torchtitan's configuration of them."""
     if config.rope.attention_factor == 1:
         return rope
-    values = {option.name: getattr(rope, option.name) for option in fields(rope) if option.init}
-    return YarnRoPE.Config(**values, attention_factor=config.rope.attention_factor)
+    return copied(YarnRoPE.Config, rope, attention_factor=config.rope.attention_factor)
