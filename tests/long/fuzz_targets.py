@@ -201,7 +201,7 @@ def read_tokens(path: Path) -> None:
 def _block() -> bytes:
     document = TokenizedDocument(np.arange(9, dtype=np.int32), np.arange(9) % 2 == 0)
     with tempfile.TemporaryDirectory() as folder:
-        TokenBlock.of("documents", [document, ValueError("malformed; remove it"), document]).write(f"{folder}/block")
+        TokenBlock.of([document, ValueError("malformed; remove it"), document]).write(f"{folder}/block")
         return Path(folder, "block").read_bytes()
 
 

@@ -195,7 +195,8 @@ def test_a_loss_that_documents_share_is_of_each_of_them():
 
 
 def test_losses_of_pairs_are_those_of_their_records():
-    pairs = losses_of(range(12), None, [0.5, NAN], pairs=[[0, 2, 4, 6], [6, 8, 9, 12]], pair_ids=[7, 2])
+    documents, numbers = [[0, 4, 0], [4, 6, 2], [6, 9, 0], [9, 12, 2]], {"pair_ids": [7, 2], "pair_numbers": [0, 0]}
+    pairs = losses_of(range(12), None, [0.5, NAN], documents=documents, pairs=[[0, 1], [3, 2]], **numbers)
     nothing = losses_of(range(2), None, [0.0], documents=[[0, 2]], records=[1])
     nothing.losses = None  # on a rank without the last stage of a pipeline
     assert mean_losses([pairs, nothing], str, 0) == {"7": 0.5, "2": pytest.approx(NAN, nan_ok=True)}

@@ -8,7 +8,7 @@ from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.records.jsonl import JsonlFile
 from torchtitan_magi.data.records.record_file import RecordFile
 from torchtitan_magi.data.tokens.chat import ChatTokenizer
-from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPair
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPairs
 
 __all__ = [
     "IGNORE_INDEX",
@@ -22,7 +22,7 @@ __all__ = [
     "RecordFile",
     "TokenizedAnswers",
     "TokenizedDocument",
-    "TokenizedPair",
+    "TokenizedPairs",
     "collate_packs",
     "pack_best_fit",
 ]

@@ -1,4 +1,4 @@
-"""Values per token that a loss needs, from the boundaries of documents and pairs in a packed batch."""
+"""Values per token that a loss needs, from the boundaries of documents in a packed batch."""
 
 from typing import Any
 

@@ -200,7 +200,21 @@ def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int
         dataset = PackedSFTDataset(paths, chat, total, **options)
     items = list(itertools.islice(dataset, count))
     learned = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
-    packs = [np.diff(inputs[dataset.bounds_name]).astype(np.int64) for inputs, _ in items]
-    packs = packs if pairs else [pack[:, 0] for pack in packs]
+    packs = [(_lengths_of_pairs if pairs else _lengths)(inputs) for inputs, _ in items]
     share = learned / max(1, sum(int(pack.sum()) for pack in packs))
     return Sample(packs, dataset.packs_per_epoch(dataset.counts), share)
+
+
+def _lengths(inputs: dict[str, Any]) -> Int64Array:
+    start, end = inputs["documents"].T
+    return (end - start).astype(np.int64)
+
+
+def _lengths_of_pairs(inputs: dict[str, Any]) -> Int64Array:
+    """[n, 3]: prompt, chosen and rejected. Raises ValueError for answers of several pairs."""
+    start, end, shared = inputs["documents"].astype(np.int64).T
+    if len(start) != 2 * len(inputs["pairs"]):
+        raise ValueError("the data has records with several pairs, which are not predicted; give each pair as a record")
+    first, second = (end - start).reshape(-1, 2).T
+    prompt = shared[1::2]
+    return np.stack([prompt, first - prompt, second], 1)

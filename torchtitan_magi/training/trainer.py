@@ -99,15 +99,18 @@ class ObjectiveTrainer:
         size, rank = data_parallel_place(self.parallel_dims)
         return build_dataloader(section, size, rank, self.tokenizer, self.job_config, False)
 
-    def fill_in_logprobs(self, logprobs: Tensor, loader: PackLoader) -> None:
-        """Writes to logprobs, float64 [records, 2], what the model as it is now gives this rank's pairs."""
-        cp_group = group_of(self.parallel_dims, "cp")
+    def logprobs_of(self, loader: PackLoader) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's pairs, as the numbers of their records and their own in these, int64 [n] each, and what the model
+        as it is now gives them, float64 [n, 2]."""
+        cp_group, found = group_of(self.parallel_dims, "cp"), []
         with torch.no_grad(), self.train_context(), self.forward_context(), expert_counts_kept(self.model_parts):
             for batch in PlannedLoader(loader, self.dataloader.plan, self.dataloader.waited):
                 pairs = read_pairs(*on_device(batch, self.device), self.process, cp_group)
-                logprobs[pairs.pair_ids] = pairs.logprobs(self.model)
+                found.append((pairs.pair_ids, pairs.pair_numbers, pairs.logprobs(self.model)))
         self.metrics_processor.count.take()  # this was no training
         self.metrics_processor.time_last_log = time.perf_counter()
+        ids, numbers, logprobs = (torch.cat(values) for values in zip(*found, strict=True))
+        return ids, numbers, logprobs
 
     def start_objectives(self, model: LogprobModel | None) -> None:
         """Makes the objectives of training and of validation, for a model that has been parallelized.

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.masks import dense_mask
 
-from torchtitan_magi.data.packs.prefix_trees import branches_of_documents, branches_of_pairs, nodes_of, positions_of
+from torchtitan_magi.data.packs.prefix_trees import branches_of_documents, nodes_of, positions_of
 from torchtitan_magi.losses.boundaries import branch_numbers
 from torchtitan_magi.masks.builders import causal_ranges, shared_prompt
 from torchtitan_magi.masks.slices import AttnSlices
@@ -59,14 +59,13 @@ def test_a_token_sees_what_is_before_it_in_its_branch(case, window):
     np.testing.assert_array_equal(dense_mask(mask.table, size, size), seen)
 
 
-def test_documents_and_pairs_have_the_masks_they_had():
+def test_documents_and_answers_have_their_masks():
     documents = np.array([[0, 5], [5, 8], [9, 20]], np.int32)
-    pairs = np.array([[0, 3, 5, 8], [8, 8, 10, 12], [12, 13, 15, 20]], np.int32)
+    prompts = np.array([[0, 3, 5, 8], [8, 8, 10, 12], [12, 13, 15, 20]])  # where prompt, chosen and rejected begin
+    answers = np.array([[0, 5, 0], [5, 8, 3], [8, 10, 0], [10, 12, 0], [12, 15, 0], [15, 20, 1]], np.int32)
     for window in (0, 4):
         (of_flat,) = microbatch(20, documents=documents).masks([window])
         assert of_flat == AttnSlices(causal_ranges(*documents.astype(np.int64).T, window or None))
-        (paired,) = microbatch(20, pairs=pairs).masks([window])
-        assert paired == shared_prompt(np.diff(pairs, axis=1), pairs[:, 0], window or None)
+        (paired,) = microbatch(20, documents=answers).masks([window])
+        assert paired == shared_prompt(np.diff(prompts, axis=1), prompts[:, 0], window or None)
     assert branches_of_documents(documents).tolist() == [[0, 5, 0], [5, 8, 0], [9, 20, 0]]
-    assert branches_of_pairs(pairs[::2]).tolist() == [[0, 5, 0], [5, 8, 3], [12, 15, 0], [15, 20, 1]]
-    assert microbatch(20, pairs=pairs).pairs[:, :, 0].tolist() == [[0, 5], [8, 10], [12, 15]]

@@ -61,7 +61,7 @@ def cut(made, seq_len, long_documents):
     """The pieces of documents as (index, start, inputs, labels), and the counts."""
     packs = PackedSFTDataset.__new__(PackedSFTDataset)
     packs.options, packs.seq_len, packs.long_documents = PackOptions(seq_len), seq_len, long_documents
-    block = TokenBlock.of("documents", made)
+    block = TokenBlock.of(made)
     pieces, counts = packs.make_pieces(block, np.arange(len(made)))
     found = []
     for index, start, length in zip(pieces.index.tolist(), pieces.start.tolist(), pieces.length.tolist(), strict=True):

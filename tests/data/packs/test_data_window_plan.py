@@ -253,6 +253,6 @@ def test_a_record_that_is_malformed_since_it_was_packed_is_named(folder, tokeniz
     block = TokenBlock.open(str(packs.tokens.path(0)))
     parts = [block.document(*block.bounds[index : index + 2]) for index in range(len(block))]
     packs.tokens.path(0).unlink()
-    TokenBlock.of("documents", [ValueError("it took too long"), *parts[1:]]).write(str(packs.tokens.path(0)))
+    TokenBlock.of([ValueError("it took too long"), *parts[1:]]).write(str(packs.tokens.path(0)))
     with pytest.raises(ValueError, match=r"train.jsonl:1: it took too long"):
         list(dataset(folder, tokenizer, cache, shuffle=False, check=False))

@@ -322,3 +322,123 @@ def test_an_answer_that_the_template_refuses_is_the_records_error():
     made, error, more = tokenizer.documents([parse_document(record) for record in (good, bad, good)])
     assert "no cats" in str(error)
     assert [learned(document) for document in more.documents] == [learned(document) for document in made.documents]
+
+
+# --------------------------------------------------------------------------------------------------- answers in pairs
+
+
+def said(*texts):
+    return [[assistant(text)] for text in texts]
+
+
+def scored(*scores):
+    return [{"completion": f"answer {number}", "score": score} for number, score in enumerate(scores)]
+
+
+@pytest.mark.parametrize(
+    ("record", "answers", "pairs"),
+    [
+        ({"completions": ["a", "b", "c"], "pairs": [[0, 2], [1, 2]]}, said("a", "b", "c"), [(0, 2), (1, 2)]),
+        ({"completions": ["a", "b", "c", "d"], "pairs": [[3, 1]]}, said("b", "d"), [(1, 0)]),
+        ({"completions": ["a", "b"], "pairs": [[0, 1], [1, 0]]}, said("a", "b"), [(0, 1), (1, 0)]),
+        ({"completions": [[ASSISTANT], {"completion": "b"}, ASSISTANT], "pairs": [[1, 0]]}, said("a", "b"), [(1, 0)]),
+        ({"completions": scored(1, 2.5)}, said("answer 0", "answer 1"), [(1, 0)]),
+        ({"completions": scored(-1, 0, -3)}, said("answer 0", "answer 1", "answer 2"), [(1, 0), (1, 2)]),
+        ({"completions": scored(2, 1, 2)}, said("answer 0", "answer 1"), [(0, 1)]),
+        ({"completions": scored(0, 1), "pairs": None}, said("answer 0", "answer 1"), [(1, 0)]),
+    ],
+)
+def test_pairs_of_answers_are_given_or_the_best_against_each_that_is_worse(record, answers, pairs):
+    expected = {"prompt": [USER], "answers": answers, "pairs": pairs}
+    assert parse_pair({"prompt": "q", "more": 1} | record) == expected
+    more = {"system": "s", "tools": TOOLS, "chat_template_kwargs": {"x": 1}}
+    expected |= {"prompt": [SYSTEM, USER], "tools": TOOLS, "chat_template_kwargs": {"x": 1}}
+    assert parse_pair({"prompt": [USER]} | record | more) == expected
+
+
+def test_a_record_with_chosen_and_rejected_is_that_pair_whatever_else_it_has():
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert parse_pair(pair | {"completions": scored(0, 1), "pairs": [[1, 0]]}) == parse_pair(pair)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"completions": ["a", "b"]}, 'the completions have no "score"; give each one, or the record "pairs"'),
+        ({"completions": scored(0, 1), "pairs": [[0, 1]]}, 'the record has "pairs" and scores; leave it one of them'),
+        ({"completions": [*scored(0), "b"]}, "completions[1].score is null; give each completion a finite number"),
+        (
+            {"completions": scored(0, float("nan"))},
+            "completions[1].score is nan (float); give each completion a finite",
+        ),
+        (
+            {"completions": scored(float("inf"), 0)},
+            "completions[0].score is inf (float); give each completion a finite",
+        ),
+        ({"completions": scored(0, 10**400)}, "completions[1].score is 1000"),
+        ({"completions": scored(0, "1")}, "completions[1].score is '1' (str); give each completion a finite number"),
+        ({"completions": scored(True, 0)}, "completions[0].score is True (bool); give each completion a finite number"),
+        ({"completions": scored(1.5, 1.5)}, "no completion has a score below the best, 1.5; remove the record"),
+        ({"completions": scored(1)}, "no completion has a score below the best, 1; remove the record"),
+        ({"completions": "ab", "pairs": [[0, 1]]}, "\"completions\" is 'ab' (str); write a list of answers"),
+        ({"completions": ["a", "b"], "pairs": []}, '"pairs" is [] (list); write a list of [chosen, rejected], numbers'),
+        ({"completions": ["a", "b"], "pairs": "01"}, "\"pairs\" is '01' (str); write a list of [chosen, rejected]"),
+        ({"completions": ["a", "b"], "pairs": [0, 1]}, "pairs[0] is 0 (int); write [chosen, rejected], numbers of"),
+        ({"completions": ["a", "b"], "pairs": [[0]]}, "pairs[0] is [0] (list); write [chosen, rejected], numbers of"),
+        ({"completions": ["a", "b"], "pairs": [[0, True]]}, "pairs[0] is [0, True] (list); write [chosen, rejected]"),
+        (
+            {"completions": ["a", "b"], "pairs": [[0, 1], [0, 2]]},
+            "pairs[1] is [0, 2]; completions have the numbers 0 to 1",
+        ),
+        ({"completions": ["a", "b"], "pairs": [[-1, 0]]}, "pairs[0] is [-1, 0]; completions have the numbers 0 to 1"),
+        ({"completions": ["a", "b"], "pairs": [[1, 1]]}, "pairs[0] is [1, 1]; name two completions"),
+        ({"completions": ["a", "b"], "pairs": [[0, 1], [0, 1]]}, "pairs[1] is [0, 1] once more; remove it"),
+        ({"completions": ["a", [USER]], "pairs": [[0, 1]]}, "completions[1] has no assistant message; add one"),
+        (
+            {"completions": ["a", [USER, ASSISTANT]], "pairs": [[0, 1]]},
+            'completions[1] repeats "prompt"; leave it out there',
+        ),
+        ({"completions": ["a", "b"], "pairs": [[0, 1]], "images": ["x"]}, 'the record has "images"'),
+    ],
+)
+def test_what_makes_no_pairs_is_one_line(record, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        parse_pair({"prompt": "q"} | record)
+    assert "\n" not in str(caught.value)
+
+
+def test_answers_without_a_prompt_are_one_line():
+    with pytest.raises(ValueError, match='has no "prompt"'):
+        parse_pair({"completions": scored(0, 1)})
+
+
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, LLAMA3_TEMPLATE])
+def test_answers_in_pairs_have_the_tokens_of_pairs_by_themselves(template):
+    tokenizer, answers, pairs = chat(template), ["the cat and", "the hat", "a dog"], [[0, 2], [1, 2], [2, 1]]
+    whole = parse_pair({"prompt": "the hat", "completions": answers, "pairs": pairs})
+    refused = parse_pair({"prompt": "the hat", "completions": ["a", "\ud83d"], "pairs": [[0, 1]]})
+    one, error, two, wrong = tokenizer.pairs([whole, refused, whole, ValueError("wrong")])
+    assert (type(error), str(wrong)) == (ValueError, "wrong")
+    assert one.pairs == two.pairs == ((0, 2), (1, 2), (2, 1))
+    for chosen, rejected in pairs:
+        pair = {"prompt": "the hat", "chosen": answers[chosen], "rejected": answers[rejected]}
+        alone = tokenizer.pair(parse_pair(pair))
+        for mine, its in zip((chosen, rejected), alone.answers, strict=True):
+            for found in (one, two):
+                tokens = [*found.prompt.tolist(), *found.answers[mine].tokens.tolist()]
+                assert tokens == [*alone.prompt.tolist(), *its.tokens.tolist()]
+                assert learned(found.answers[mine]) == learned(its)
+
+
+def test_the_prompt_of_answers_is_what_all_of_them_begin_with():
+    """The third answer's text changes how the template writes the prompt, so its last token belongs to the answers."""
+    template = "{{ '<s>' }}{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}{{ '!' if 'hat' in "
+    template += "messages[-1].content else '?' }}{% endif %}{% endfor %}"
+    record = {"prompt": "q", "completions": ["a", "b", "hat"], "pairs": [[0, 1], [0, 2]]}
+    tokenizer = chat(template)
+    made, alone = (tokenizer.pair(parse_pair(r)) for r in (record, {"prompt": "q", "chosen": "a", "rejected": "b"}))
+    assert len(made.prompt) < len(alone.prompt)
+    for answer, its in zip(made.answers, alone.answers, strict=False):
+        whole = [*alone.prompt.tolist(), *its.tokens.tolist()]
+        assert [*made.prompt.tolist(), *answer.tokens.tolist()] == whole
+        assert learned(answer) == learned(its)

@@ -423,8 +423,10 @@ def test_a_batch_is_its_records_one_by_one_and_bad_ones_spoil_no_other():
     for found, record in zip((batch[0], batch[3]), good, strict=True):
         alone = tokenizer(record)
         assert (found.tokens.tolist(), found.loss_mask.tolist()) == (alone.tokens.tolist(), alone.loss_mask.tolist())
-    pair = {"prompt": [user("q")], "chosen": [assistant("yes")], "rejected": [assistant("no")]}
-    bad = pair | {"chosen": [assistant("\ud83d")]}
+    yes, no = [assistant("yes")], [assistant("no")]
+    pair = {"prompt": [user("q")], "answers": [yes, no], "pairs": [(0, 1)]}
+    bad = pair | {"answers": [yes, [assistant("\ud83d")]]}
     one, two, three = tokenizer.pairs([bad, pair, ValueError("malformed")])
     assert (type(one), str(three)) == (ValueError, "malformed")
-    assert two.chosen.tokens.tolist() == tokenizer.pair(pair).chosen.tokens.tolist()
+    for found, alone in zip(two.answers, tokenizer.pair(pair).answers, strict=True):
+        assert found.tokens.tolist() == alone.tokens.tolist()

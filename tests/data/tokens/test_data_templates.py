@@ -472,7 +472,7 @@ def test_texts_are_encoded_in_batches_of_bounded_size(kind, monkeypatch):
     records = [{"messages": [user("q" * size), assistant("a")]} for size in (5, 200, 5, 40, 40, 40, 5)]
     if kind == "pairs":
         records = [
-            {"prompt": record["messages"][:1], "chosen": [assistant("a")], "rejected": [assistant("b")]}
+            {"prompt": record["messages"][:1], "answers": [[assistant("a")], [assistant("b")]], "pairs": [(0, 1)]}
             for record in records
         ]
     records.insert(3, ValueError("malformed"))

@@ -23,7 +23,7 @@ from support.odd_tokenizers import Deadly, Hungry, Probe, Slow
 from support.streams import abort, with_small_blocks
 
 from torchtitan_magi import files, machine
-from torchtitan_magi.data import Corpus, PackedSFTDataset, TokenizedDocument, TokenizedPair, guard
+from torchtitan_magi.data import Corpus, PackedSFTDataset, TokenizedDocument, TokenizedPairs, guard
 from torchtitan_magi.data.tokens import token_cache, token_writer
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import TokenBlock
@@ -454,22 +454,29 @@ def test_a_block_is_read_as_it_was_written(tmp_path):
         return TokenizedDocument(rng.integers(0, 99, size).astype(np.int32), rng.random(size) < 0.5)
 
     documents = [document(size) for size in (5, 0, 9, 1)]
-    pairs = [TokenizedPair(document(size).tokens, document(size), document(size + 1)) for size in (3, 1, 40)]
+    answers = {3: [(1, 0), (0, 2)], 1: [(0, 1)], 40: [(0, 1), (0, 2), (2, 1)]}
+    pairs = [
+        TokenizedPairs(document(size).tokens, (document(size), document(size + 1), document(5)), tuple(of_one))
+        for size, of_one in answers.items()
+    ]
     for kind, records in (("documents", documents), ("pairs", pairs)):
-        TokenBlock.of(kind, [*records, ValueError("wrong; mend it")]).write(str(tmp_path / kind))
+        TokenBlock.of([*records, ValueError("wrong; mend it")]).write(str(tmp_path / kind))
         block = TokenBlock.open(str(tmp_path / kind))
         assert (len(block), block.malformed) == (len(records) + 1, {len(records): "wrong; mend it"})
         for index, record in enumerate(records):
             assert block.are_sound(np.array([index]))
+            parts = [block.document(*block.bounds[part : part + 2]) for part in range(*block.firsts[index : index + 2])]
+            expected = [record]
             if kind == "pairs":
-                found = block.pair(index)
-                assert found.prompt.tolist() == record.prompt.tolist()
-                sides = ((found.chosen, record.chosen), (found.rejected, record.rejected))
-            else:
-                sides = ((block.document(*block.bounds[index : index + 2]), record),)
-            for one, two in sides:
+                assert parts.pop(0).tokens.tolist() == record.prompt.tolist()
+                expected = record.answers
+                here = slice(*block.first_pairs[index : index + 2])
+                assert [*map(tuple, block.pairs[here].tolist())] == [*record.pairs]
+                both = [[expected[number].tokens.tolist() for number in pair] for pair in record.pairs]
+                assert [one[:same] == two[:same] for (one, two), same in zip(both, block.common[here], strict=True)]
+            for one, two in zip(parts, expected, strict=True):
                 assert (one.tokens.tolist(), one.loss_mask.tolist()) == (two.tokens.tolist(), two.loss_mask.tolist())
-    empty = TokenBlock.of("documents", [ValueError("a"), ValueError("b")])
+    empty = TokenBlock.of([ValueError("a"), ValueError("b")])
     empty.write(str(tmp_path / "empty"))
     assert TokenBlock.open(str(tmp_path / "empty")).malformed == {0: "a", 1: "b"}
 

@@ -16,7 +16,7 @@ from support.corpus import chat_tokenizer, make_corpus
 from support.streams import resume, take, with_small_blocks
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, TokenizedDocument, TokenizedPair
+from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, TokenizedDocument, TokenizedPairs
 from torchtitan_magi.data.packs import prefix_trees, stream
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.batches.run_length import DEFAULT_STEPS, DEFAULT_WARMUP, RunLength
@@ -36,7 +36,8 @@ def tokenize(record):
 
 
 def tokenize_pair(record):
-    return TokenizedPair(np.arange(7, dtype=np.int32), learned(5), learned(int(record["rejected"][0]["content"])))
+    _, rejected = record["answers"]
+    return TokenizedPairs(np.arange(7, dtype=np.int32), (learned(5), learned(int(rejected[0]["content"]))))
 
 
 @pytest.fixture(scope="module")

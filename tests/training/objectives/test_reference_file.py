@@ -88,9 +88,11 @@ WRONG_ENTRIES = {
     "objects": ({"logprobs": LOGPROBS.astype(object)}, "Object arrays cannot be loaded"),
     "two models": ({"model": ["a", "b"]}, "entry model is no text"),
     "a number": ({"data": 3}, "entry data is no text"),
-    "wrong shape": ({"logprobs": LOGPROBS.reshape(2, 5), "digest": None}, "log-probabilities (2, 5) for 5 pairs"),
+    "wrong shape": ({"logprobs": LOGPROBS.reshape(2, 5), "digest": None}, "log-probabilities (2, 5) for 5 records"),
+    "half a pair": ({"logprobs": np.zeros((5, 3)), "digest": None}, "log-probabilities (5, 3) for 5 records"),
+    "no pair": ({"logprobs": np.zeros((5, 0)), "digest": None}, "log-probabilities (5, 0) for 5 records"),
     "no numbers": ({"logprobs": LOGPROBS * np.nan, "digest": None}, "log-probabilities that are not finite"),
-    "too few": ({"logprobs": LOGPROBS[:3], "digest": None}, "log-probabilities (3, 2) for 5 pairs"),
+    "too few": ({"logprobs": LOGPROBS[:3], "digest": None}, "log-probabilities (3, 2) for 5 records"),
 }
 
 
@@ -165,9 +167,7 @@ def test_numbers_that_are_not_finite_are_not_written(path):
     logprobs = LOGPROBS.copy()
     logprobs[3, 1] = np.nan
     path.unlink()
-    words = (
-        "is not made: the initial model has no finite log-probability for 1 of 5 pairs, the first of them pair 3; check"
-    )
+    words = "is not made: the initial model has no finite log-probability for 1 of 5 records, the first of them record 3"
     with pytest.raises(ValueError, match=f"^reference file {path} {words}"):
         write_logprobs(path, FINGERPRINTS, logprobs)
     assert not path.exists()

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,13 +19,13 @@ from torchtitan_magi import machine
 from torchtitan_magi.data import guard
 from torchtitan_magi.data.inspection.findings import Checker, Found
 from torchtitan_magi.data.inspection.spelling import Cell, Part, Speller
-from torchtitan_magi.data.packs.pairs import fit_pair
+from torchtitan_magi.data.packs.pairs import pieces_of_pairs
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.records.formats import parse_document, parse_pair
 from torchtitan_magi.data.records.record_file import attempt
 from torchtitan_magi.data.tokens.chat import ChatTokenizer
-from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPair, num_common
-from torchtitan_magi.data.tokens.token_block import Tokenized
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPairs, num_common
+from torchtitan_magi.data.tokens.token_block import TokenBlock, Tokenized
 
 T = TypeVar("T")
 
@@ -46,8 +46,9 @@ Batch = tuple[int, list[int]]  # a block of the corpus, and numbers of records i
 class Seen:
     """What became of one record.
 
-    index: its number; error: why it is refused; tokens, learned: of all its parts; length, kept: positions of a pack
-    before and after truncation; left_out: why it is in no pack; cells: the tokens of each part, if it is to be shown.
+    index: its number; error: why it is refused; tokens, learned: of all its parts; length: its positions before
+    truncation; pieces: those of each piece after it; left_out: why it is in no pack; pairs: preference pairs in packs;
+    alone: positions of these if each were a record; cells: the tokens of each part, if it is to be shown.
     """
 
     index: int
@@ -55,10 +56,17 @@ class Seen:
     tokens: int = 0
     learned: int = 0
     length: int = 0
-    kept: int = 0
+    pieces: tuple[int, ...] = ()
     left_out: str = ""
+    pairs: int = 0
+    alone: int = 0
     found: tuple[Found, ...] = ()
     cells: tuple[tuple[str, list[Cell]], ...] = ()
+
+    @property
+    def kept(self) -> int:
+        """Positions of all pieces."""
+        return sum(self.pieces)
 
 
 class Examiner:
@@ -104,15 +112,13 @@ class Examiner:
         if isinstance(result, ValueError):
             return Seen(index, error=str(result))
         parts = parts_of(record, result)
-        length, kept, left_out = self._fitted(result)
-        return Seen(
-            index,
+        fitted = self._fitted_pairs(result) if isinstance(result, TokenizedPairs) else self._fitted(result)
+        return replace(
+            fitted,
+            index=index,
             tokens=sum(len(part.tokens) for part in parts),
             learned=sum(int(part.learned.sum()) for part in parts),
-            length=length,
-            kept=kept,
-            left_out=left_out,
-            found=tuple(dict.fromkeys([*self.checker.check(raw, record, parts, _notes(result)), *self._unread()])),
+            found=tuple(dict.fromkeys([*self.checker.check(raw, record, parts, result.notes), *self._unread()])),
             cells=tuple((part.name, self.speller.cells(part)) for part in parts) if index in self.shown else (),
         )
 
@@ -120,33 +126,31 @@ class Examiner:
         """The columns of the current block that no record has, whose keys would be named."""
         return [("key", name) for name in self.corpus.unread_columns(self._block)]
 
-    def _fitted(self, result: Tokenized) -> tuple[int, int, str]:
+    def _fitted(self, result: TokenizedDocument | TokenizedAnswers) -> Seen:
         """Positions before and after truncation, and why the record is left out; of answers those of all of them."""
-        if isinstance(result, TokenizedAnswers):
-            return self._fitted_answers(result)
-        if isinstance(result, TokenizedDocument):
-            length = max(0, len(result.tokens) - 1)
-            kept = min(length, self.seq_len)
-            if result.loss_mask[1 : kept + 1].any():
-                return length, kept, ""
-            return length, 0, "without a label" if kept == length else "without a label after truncation"
-        length = result.num_positions(shared_prompt=True)
-        if not (result.chosen.loss_mask.any() and result.rejected.loss_mask.any()):
-            return length, 0, "without a label"
-        fitted = fit_pair(result, self.seq_len, shared_prompt=True)
-        if fitted is None:
-            return length, 0, "with too long a prompt"
-        if np.array_equal(fitted.chosen.tokens, fitted.rejected.tokens):
-            return length, 0, "with chosen equal to rejected"
-        return length, fitted.num_positions(shared_prompt=True), ""
-
-    def _fitted_answers(self, answers: TokenizedAnswers) -> tuple[int, int, str]:
-        each = [self._fitted(document) for document in answers.documents]
-        first, *others = (document.tokens for document in answers.documents)
-        shared = sum(num_common(first, tokens) for tokens in others)
+        documents = result.documents if isinstance(result, TokenizedAnswers) else (result,)
+        each = [self._fitted_document(document) for document in documents]
+        shared = sum(num_common(documents[0].tokens, document.tokens) for document in documents[1:])
         lost = sum(length - kept for length, kept, _ in each)
         kept = min(self.seq_len, max(0, sum(kept for _, kept, _ in each) - shared))
-        return kept + lost, kept, "" if kept else each[0][2]
+        return Seen(0, length=kept + lost, pieces=(kept,), left_out="" if kept else each[0][2])
+
+    def _fitted_document(self, document: TokenizedDocument) -> tuple[int, int, str]:
+        length = max(0, len(document.tokens) - 1)
+        kept = min(length, self.seq_len)
+        if document.loss_mask[1 : kept + 1].any():
+            return length, kept, ""
+        return length, 0, "without a label" if kept == length else "without a label after truncation"
+
+    def _fitted_pairs(self, result: TokenizedPairs) -> Seen:
+        found = pieces_of_pairs(TokenBlock.of([result]), np.zeros(1, np.int64), self.seq_len, shared_prompt=True)
+        counts, num_pairs, pieces = found.counts, len(found.number), tuple(found.pieces.length.tolist())
+        if not num_pairs:
+            reasons = {"without a label": counts.unlabeled, "with too long a prompt": counts.long_prompts}
+            left_out = next((reason for reason, count in reasons.items() if count), "with chosen equal to rejected")
+            return Seen(0, length=counts.tokens_read, left_out=left_out)
+        alone = num_pairs * (len(result.prompt) - 1) + int(found.kept.sum())
+        return Seen(0, length=sum(pieces) + counts.truncated_tokens, pieces=pieces, pairs=num_pairs, alone=alone)
 
 
 def parts_of(record: dict[str, Any], result: Tokenized) -> tuple[Part, ...]:
@@ -163,14 +167,20 @@ def parts_of(record: dict[str, Any], result: Tokenized) -> tuple[Part, ...]:
         contents = (record["text"],) if "text" in record else _contents(record["messages"])
         return (Part("", result.tokens, result.loss_mask, contents),)
     prompt = Part("prompt", result.prompt, np.zeros(len(result.prompt), dtype=bool), _contents(record["prompt"]))
-    completions = (("chosen", result.chosen), ("rejected", result.rejected))
-    return prompt, *(Part(n, side.tokens, side.loss_mask, _contents(record[n])) for n, side in completions)
+    of_each = zip(_names(result), result.answers, record["answers"], strict=True)
+    return prompt, *(Part(name, one.tokens, one.loss_mask, _contents(said)) for name, one, said in of_each)
 
 
-def _notes(result: Tokenized) -> tuple[str, ...]:
-    if isinstance(result, TokenizedPair):
-        return result.chosen.notes + result.rejected.notes
-    return result.notes
+def _names(pairs: TokenizedPairs) -> list[str]:
+    """What answers are called: "chosen" and "rejected", or numbers with what each is preferred to."""
+    if len(pairs.pairs) == 1:
+        ((chosen, _),) = pairs.pairs
+        return ["chosen" if number == chosen else "rejected" for number in range(len(pairs.answers))]
+    names = []
+    for number in range(len(pairs.answers)):
+        worse = ", ".join(str(1 + rejected) for chosen, rejected in pairs.pairs if chosen == number)
+        names.append(f"answer {1 + number}" + (f", better than {worse}" if worse else ""))
+    return names
 
 
 def _contents(messages: list[dict[str, Any]]) -> tuple[str, ...]:

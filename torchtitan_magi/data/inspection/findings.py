@@ -62,8 +62,8 @@ _FORMS = {
     "completions": ("prompt", "completions"),
     "output": ("instruction", "input", "output", "text"),
     "text": ("text",),
-    "chosen": ("prompt", "chosen", "rejected"),
 }
+_FORMS_OF_PAIRS = {"chosen": ("prompt", "chosen", "rejected"), "completions": ("prompt", "completions", "pairs")}
 _ALWAYS = ("system", "tools", "chat_template_kwargs")
 # What templates write for tokens: <|im_start|>, <start_of_turn>, </s>
 _TOKEN_LIKE = re.compile(r"<\|[^|<>\s]{1,40}\|>|<\w{1,20}_of_\w{1,20}>|</?s>")
@@ -91,7 +91,7 @@ class Checker:
         """
         yield from self._tokens(record, parts)
         yield from (("template", note) for note in notes)
-        yield from (("key", key) for key in unused_keys(raw))
+        yield from (("key", key) for key in _unused_keys(raw, "answers" in record))
         said = [content for part in parts for content in part.contents]
         yield from (("special", name) for name in self.speller.specials.values() for text in said if name in text)
 
@@ -170,12 +170,13 @@ def _has_other_roles(record: dict[str, Any]) -> bool:
     return "messages" not in record or any(message["role"] != "assistant" for message in record["messages"])
 
 
-def unused_keys(raw: Any) -> list[str]:
+def _unused_keys(raw: Any, has_pairs: bool) -> list[str]:
     """Keys of a JSON value that nothing reads; none of a value that is no object."""
     if not isinstance(raw, dict):
         return []
-    form = next((form for form in _FORMS if form in raw), "text")
-    return [key for key, value in raw.items() if value is not None and key not in (*_FORMS[form], *_ALWAYS)]
+    forms = _FORMS_OF_PAIRS if has_pairs else _FORMS
+    known = next((keys for form, keys in forms.items() if form in raw), ("text",))
+    return [key for key, value in raw.items() if value is not None and key not in (*known, *_ALWAYS)]
 
 
 def say(kind: str, detail: str, count: int, total: int) -> str:

@@ -16,8 +16,8 @@ _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no whole characte
 class Part:
     """Tokens of a record that belong together.
 
-    name: "" for a document; "prompt", "chosen" or "rejected"; tokens: int32 [n]; learned: bool [n]; contents: what the
-    record itself says in it, message by message.
+    name: "" for a document; "prompt", "chosen", "rejected", or which answer; tokens: int32 [n]; learned: bool [n];
+    contents: what the record itself says in it, message by message.
     """
 
     name: str

@@ -32,7 +32,8 @@ BATCH = 128  # records
 class Tally:
     """Sums over the records of one source that were read.
 
-    tokens, kept: of each record its tokens, and its positions in a pack.
+    tokens: of each record; kept: positions of each piece in a pack; pairs: preference pairs in packs; alone: positions
+    of these if each were a record.
     """
 
     path: str
@@ -43,6 +44,8 @@ class Tally:
     learned: int = 0
     truncated: int = 0
     truncated_tokens: int = 0
+    pairs: int = 0
+    alone: int = 0
     left_out: "Counter[str]" = field(default_factory=Counter)
 
     def add(self, seen: Seen) -> None:
@@ -56,7 +59,9 @@ class Tally:
         if seen.left_out:
             self.left_out[seen.left_out] += 1
             return
-        self.kept.append(seen.kept)
+        self.kept.extend(seen.pieces)
+        self.pairs += seen.pairs
+        self.alone += seen.alone
         self.truncated += seen.kept < seen.length
         self.truncated_tokens += seen.length - seen.kept
 
@@ -81,7 +86,17 @@ def joined(tallies: Sequence[Tally]) -> Tally:
     """The sums over all sources together."""
     together = Tally("together", sum(tally.records for tally in tallies))
     for tally in tallies:
-        for name in ("read", "tokens", "kept", "learned", "truncated", "truncated_tokens", "left_out"):
+        for name in (
+            "read",
+            "tokens",
+            "kept",
+            "learned",
+            "truncated",
+            "truncated_tokens",
+            "pairs",
+            "alone",
+            "left_out",
+        ):
             setattr(together, name, getattr(together, name) + getattr(tally, name))
     return together
 

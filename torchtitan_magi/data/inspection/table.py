@@ -28,6 +28,8 @@ def notes(inspection: Inspection) -> list[str]:
     if not inspection.seq_len:
         lines.append("--seq-len N adds truncation and how full packs are")
     for tally in inspection.tallies:
+        if sum(tally.kept) < tally.alone:
+            lines.append(f"{tally.path}: {_together(tally.pairs, sum(tally.kept), tally.alone)}")
         if tally.left_out:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in tally.left_out.most_common())
             lines.append(f"left out of {tally.path}: {reasons}")
@@ -41,7 +43,13 @@ def shares(seen: Seen) -> str:
         words.append(f"left out: {seen.left_out}")
     elif seen.kept < seen.length:
         words.append(f"{seen.length - seen.kept:,} truncated")
+    if seen.kept < seen.alone:
+        words.append(_together(seen.pairs, seen.kept, seen.alone))
     return "; ".join(words)
+
+
+def _together(pairs: int, kept: int, alone: int) -> str:
+    return f"{pairs:,} pairs in {kept:,} positions of packs, in place of {alone:,} if each were a record"
 
 
 def bin_name(power: int) -> str:

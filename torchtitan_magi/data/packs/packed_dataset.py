@@ -38,8 +38,7 @@ class PackedDataset(IterableDataset, Stateful):
 
     - `inputs["input"]`: int64 [seq_len] token ids, 0 on the padding at the end;
     - `inputs["positions"]`: int32 [seq_len], rotary positions, 0 on padding;
-    - `inputs["documents"]` or `inputs["pairs"]`: NumPy int32 [n, k], the boundaries; see the subclass. They leave out
-      the padding;
+    - `inputs["documents"]`: NumPy int32 [n, 2] or [n, 3], the boundaries; see the subclass. They leave out the padding;
     - `labels`: int64 [seq_len], already shifted: the token to predict after each input, or IGNORE_INDEX where there is
       none (and on padding). At least one is not IGNORE_INDEX.
 
@@ -79,7 +78,7 @@ class PackedDataset(IterableDataset, Stateful):
     with 0 or 1 loader workers; with more through `training.pack_loader`.
     """
 
-    bounds_name: ClassVar[str]  # "documents" or "pairs"
+    kind: ClassVar[str]  # of records: "documents" or "pairs"
 
     @staticmethod
     @abstractmethod
@@ -115,9 +114,9 @@ class PackedDataset(IterableDataset, Stateful):
         if folder is not None:
             options = self.options
             name = f"{self.records.fingerprint} {options.seed} {options.shuffle} {options.weighted}"
-            return TokenCache(Path(folder), self.records, self.tokenizer, self.bounds_name, name)
-        batch = getattr(self.tokenizer, self.bounds_name, None) or functools.partial(_attempt_each, tokenize)
-        return TokenizedHere(self.records, batch, self.bounds_name)
+            return TokenCache(Path(folder), self.records, self.tokenizer, self.kind, name)
+        batch = getattr(self.tokenizer, self.kind, None) or functools.partial(_attempt_each, tokenize)
+        return TokenizedHere(self.records, batch)
 
     @abstractmethod
     def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
@@ -211,12 +210,12 @@ class PackedDataset(IterableDataset, Stateful):
 
     def item(self, columns: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], bounds: np.ndarray) -> Sample:
         """An item of consecutive ranges of positions, of each its input tokens, rotary positions and labels, and of the
-        boundaries of pieces. They are int arrays; padding comes behind them."""
+        boundaries of documents. They are int arrays; padding comes behind them."""
         tokens, positions, labels = zip(*columns, strict=True) if columns else ((), (), ())
         inputs = {
             "input": self._padded(tokens, 0, np.int64),
             "positions": self._padded(positions, 0, np.int32),
-            self.bounds_name: bounds.astype(np.int32),
+            "documents": bounds.astype(np.int32),
         }
         return inputs, self._padded(labels, IGNORE_INDEX, np.int64)
 
@@ -264,7 +263,7 @@ class PackedDataset(IterableDataset, Stateful):
         options, sources = self.options, self.records.sources
         return {
             "packing": PACKING_VERSION,
-            "kind": self.bounds_name,
+            "kind": self.kind,
             "records": self.records.fingerprint,
             "weights": self._stream.weights,
             "records of the sources": [len(source) for source in sources] if options.weighted else [],
@@ -281,20 +280,23 @@ def _attempt_each(tokenize: Callable[[Any], Any], records: list[Any]) -> list[An
 
 
 def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sample:
-    """Items -> tensors [b, seq_len]. The boundaries become one NumPy int32 [n, k] over the b * seq_len tokens,
-    `records` and `pair_ids` one int64 [n]. num_rows: b, reached by adding padding; None: the number of items."""
+    """Items -> tensors [b, seq_len]. The boundaries become one NumPy int32 [n, 2 or 3] over the b * seq_len tokens,
+    `pairs` one int32 [k, 2] with the numbers of these n documents, `records`, `pair_ids` and `pair_numbers` one int64
+    array each. num_rows: b, reached by adding padding; None: the number of items."""
     samples = [*samples, *[padding_like(samples[0])] * ((num_rows or 0) - len(samples))]
     seq_len = len(samples[0][1])
+    documents_before = np.cumsum([0, *(len(inputs["documents"]) for inputs, _ in samples)], dtype=np.int32)
     inputs: dict[str, Any] = {}
     for name, first in samples[0][0].items():
         values = [inputs[name] for inputs, _ in samples]
         if isinstance(first, torch.Tensor):
             inputs[name] = torch.stack(values)
-        elif name in ("documents", "pairs"):
+        elif name == "documents":
             shift = np.full(first.shape[1], seq_len, np.int32)
-            if name == "documents":
-                shift[2:] = 0  # counts tokens
+            shift[2:] = 0  # counts tokens
             inputs[name] = np.concatenate([value + row * shift for row, value in enumerate(values)])
+        elif name == "pairs":
+            inputs[name] = np.concatenate([value + documents_before[row] for row, value in enumerate(values)])
         else:
             inputs[name] = np.concatenate(values)
     return inputs, torch.stack([labels for _, labels in samples])

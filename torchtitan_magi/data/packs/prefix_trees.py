@@ -176,19 +176,12 @@ def _cut(length: np.ndarray, shared: np.ndarray, seq_len: int) -> None:
 
 # There a tree is a list of branches, rows (start, end, shared) of int64: the tokens of a branch are the first `shared`
 # ones of the branch before it, counted from where the tree begins, and its own in the range [start, end). A document by
-# itself shares none; a pair is two branches, prompt and chosen, and rejected, which shares the prompt.
+# itself shares none. Of a prompt with several answers the first branch has the prompt, and the others share it.
 
 
 def branches_of_documents(documents: npt.NDArray[np.int32]) -> Int64Array:
     """[n, 3] of documents [n, 2], token ranges, or [n, 3], which are branches."""
     return np.pad(documents, ((0, 0), (0, 3 - documents.shape[1]))).astype(np.int64)
-
-
-def branches_of_pairs(pairs: npt.NDArray[np.int32]) -> Int64Array:
-    """[2 n, 3] of pairs [n, 4]: start of the prompt, of chosen and of rejected, and the end."""
-    start, chosen, rejected, end = pairs.astype(np.int64).T
-    sides = [start, rejected, np.zeros_like(start)], [rejected, end, chosen - start]
-    return np.stack([np.stack(side, 1) for side in sides], 1).reshape(-1, 3)
 
 
 class Nodes(NamedTuple):

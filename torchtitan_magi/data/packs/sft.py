@@ -44,7 +44,7 @@ class PackedSFTDataset(PackedDataset):
       record with "completions" are documents, each of which counts as often as its weight says.
     """
 
-    bounds_name = "documents"
+    kind = "documents"
     parse = staticmethod(parse_document)
 
     def __init__(self, *args: Any, long_documents: LongDocuments = "truncate", **options: Any):

@@ -9,11 +9,19 @@ Documents (`parse_document`), recognised by their key:
     {"instruction": "...", "input": "...", "output": "..."}              Alpaca; "input" may be left out
     {"text": "..."}                                                      plain text, with loss on all of it
 
-Pairs (`parse_pair`): `{"prompt", "chosen", "rejected"}`, each a string or messages. Without "prompt", or if "chosen"
-and "rejected" both repeat it, these two are whole conversations; the messages with which both begin are the prompt.
+Preference pairs (`parse_pair`):
 
-Each of "completions" is a string, messages, or `{"completion": "..." or messages, "weight": 0.5}`. They are learned as
-so many records with "prompt" and "completion", each of which counts as often as its weight says (1 if none is given).
+    {"prompt", "chosen", "rejected"}                                     each a string or messages
+    {"prompt", "completions": [...], "pairs": [[0, 2], [1, 2]]}          numbers of the chosen and the rejected one
+    {"prompt", "completions": [{"completion", "score": 1.5}, ...]}       the best against each that is worse
+
+In the first, without "prompt", or if "chosen" and "rejected" both repeat it, these two are whole conversations; the
+messages with which both begin are the prompt. In the last, of equal scores none is better, and the first of the best is
+the best.
+
+Each of "completions" is a string, messages, or `{"completion": "..." or messages}`, in a document perhaps with a
+"weight", in pairs with a "score". As documents they are learned as so many records with "prompt" and "completion", each
+of which counts as often as its weight says (1 if none is given).
 
 A string stands for one turn: the user's in "prompt", the assistant's in "completion", "chosen" and "rejected". "tools"
 and "chat_template_kwargs" go to the chat template with the messages; "system" (a string) becomes the first message, and
@@ -28,7 +36,7 @@ string, or a list of `{"type": "text", "text": ...}` that is joined. It may be n
 
 import functools
 import json
-import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,7 +73,7 @@ def parse_document(record: Any) -> dict[str, Any]:
     _check_object(record, '"messages" or "text"')
     forms = [key for key in ("messages", "conversations", "completion", "output", "text") if key in record]
     if not forms and "completions" in record:
-        return _with_tools(record, _answers(record))
+        return _with_tools(record, _weighted_answers(record))
     if forms == ["output", "text"]:  # Alpaca's own records repeat themselves as "text"
         forms.pop()
     if len(forms) > 1:
@@ -96,11 +104,14 @@ def parse_document(record: Any) -> dict[str, Any]:
 
 @_on_the_stack()
 def parse_pair(record: Any) -> dict[str, Any]:
-    """A JSON value -> `{"prompt": Messages, "chosen": Messages, "rejected": Messages}`, perhaps with "tools".
+    """A JSON value -> `{"prompt": Messages, "answers": list[Messages], "pairs": list[tuple[int, int]]}`, perhaps with
+    "tools". A pair has the numbers of the chosen and the rejected answer; answers that no pair has are left out.
 
     Raises ValueError (`what; remedy`) when it has none of the forms.
     """
     _check_object(record, '"prompt", "chosen" and "rejected"')
+    if "completions" in record and record.keys().isdisjoint(("chosen", "rejected")):
+        return _with_tools(record, _answers_in_pairs(record))
     chosen, rejected = _completion(record, "chosen"), _completion(record, "rejected")
     prompt = _turn(record, "prompt", "user") if "prompt" in record else []
     repeats = [_repeats(prompt, completion) for completion in (chosen, rejected)]
@@ -116,7 +127,9 @@ def parse_pair(record: Any) -> dict[str, Any]:
     for name, completion in (("chosen", chosen), ("rejected", rejected)):
         if not any(message["role"] == "assistant" for message in completion):
             raise ValueError(f'"{name}" has no assistant message after the prompt; add one')
-    return _with_tools(record, {"prompt": _with_system(record, prompt), "chosen": chosen, "rejected": rejected})
+    return _with_tools(
+        record, {"prompt": _with_system(record, prompt), "answers": [chosen, rejected], "pairs": [(0, 1)]}
+    )
 
 
 def _repeats(prompt: Messages, completion: Messages) -> bool:
@@ -153,27 +166,92 @@ def _completion(record: dict[str, Any], key: str) -> Messages:
     return _turn(record, key, "assistant")
 
 
-def _answers(record: dict[str, Any]) -> dict[str, Any]:
+def _answers(record: dict[str, Any]) -> tuple[list[Messages], list[dict[str, Any]]]:
+    """The messages of each completion, and the object that says more of it, {} where it is none."""
+    completions = record["completions"]
+    if not isinstance(completions, list) or not completions:
+        raise ValueError(f'"completions" is {_kind(completions)}; write a list of answers, each a string or messages')
+    answers, given = [], []
+    for index, answer in enumerate(completions):
+        name, more = f"completions[{index}]", dict[str, Any]()
+        if isinstance(answer, dict) and "completion" in answer:
+            answer, more = answer["completion"], answer
+        answers.append(_completion({name: answer}, name))
+        given.append(more)
+        if not any(message["role"] == "assistant" for message in answers[-1]):
+            raise ValueError(f"{name} has no assistant message; add one")
+    return answers, given
+
+
+def _weighted_answers(record: dict[str, Any]) -> dict[str, Any]:
     """Prompt, completions and their weights."""
-    answers = record["completions"]
-    if not isinstance(answers, list) or not answers:
-        raise ValueError(f'"completions" is {_kind(answers)}; write a list of answers, each a string or messages')
-    found = [_answer(f"completions[{index}]", answer) for index, answer in enumerate(answers)]
+    answers, given = _answers(record)
+    weights = [1 if more.get("weight") is None else more["weight"] for more in given]
+    for index, weight in enumerate(weights):
+        if not _is_finite(weight) or weight < 0:
+            raise ValueError(f"completions[{index}].weight is {quoted(weight)}; use a number of at least 0")
     prompt = _with_system(record, _turn(record, "prompt", "user"))
-    return {"prompt": prompt, "completions": [messages for messages, _ in found], "weights": [w for _, w in found]}
+    return {"prompt": prompt, "completions": answers, "weights": [float(weight) for weight in weights]}
 
 
-def _answer(name: str, answer: Any) -> tuple[Messages, float]:
-    weight = None
-    if isinstance(answer, dict) and "completion" in answer:
-        answer, weight = answer["completion"], answer.get("weight")
-    weight = 1 if weight is None else weight
-    if type(weight) not in (int, float) or not 0 <= weight < math.inf:
-        raise ValueError(f"{name}.weight is {quoted(weight)}; use a number of at least 0")
-    messages = _completion({name: answer}, name)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError(f"{name} has no assistant message; add one")
-    return messages, float(weight)
+def _answers_in_pairs(record: dict[str, Any]) -> dict[str, Any]:
+    """Prompt, the completions that are in pairs, and these."""
+    answers, given = _answers(record)
+    prompt = _turn(record, "prompt", "user")
+    for index, answer in enumerate(answers):
+        if _repeats(prompt, answer):
+            raise ValueError(f'completions[{index}] repeats "prompt"; leave it out there')
+    scores = [more.get("score") for more in given]
+    has_scores = any(score is not None for score in scores)
+    if record.get("pairs") is not None:
+        if has_scores:
+            raise ValueError('the record has "pairs" and scores; leave it one of them')
+        pairs = _given_pairs(record["pairs"], len(answers))
+    elif has_scores:
+        pairs = _best_against_worse(scores)
+    else:
+        raise ValueError('the completions have no "score"; give each one, or the record "pairs"')
+    used = sorted({number for pair in pairs for number in pair})
+    place = {number: index for index, number in enumerate(used)}
+    return {
+        "prompt": _with_system(record, prompt),
+        "answers": [answers[number] for number in used],
+        "pairs": [(place[chosen], place[rejected]) for chosen, rejected in pairs],
+    }
+
+
+def _given_pairs(pairs: Any, num_answers: int) -> list[tuple[int, int]]:
+    if not isinstance(pairs, list) or not pairs:
+        raise ValueError(f'"pairs" is {_kind(pairs)}; write a list of [chosen, rejected], numbers of completions')
+    found = dict[tuple[int, int], None]()
+    for index, pair in enumerate(pairs):
+        name = f"pairs[{index}]"
+        if not (isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)):
+            raise ValueError(f"{name} is {_kind(pair)}; write [chosen, rejected], numbers of completions")
+        chosen, rejected = pair
+        if not all(0 <= number < num_answers for number in pair):
+            raise ValueError(f"{name} is {quoted(pair)}; completions have the numbers 0 to {num_answers - 1}")
+        if chosen == rejected:
+            raise ValueError(f"{name} is {quoted(pair)}; name two completions")
+        if (chosen, rejected) in found:
+            raise ValueError(f"{name} is {quoted(pair)} once more; remove it")
+        found[chosen, rejected] = None
+    return list(found)
+
+
+def _best_against_worse(scores: list[Any]) -> list[tuple[int, int]]:
+    for index, score in enumerate(scores):
+        if not _is_finite(score):
+            raise ValueError(f"completions[{index}].score is {_kind(score)}; give each completion a finite number")
+    best = scores.index(max(scores))
+    pairs = [(best, other) for other, score in enumerate(scores) if score < scores[best]]
+    if not pairs:
+        raise ValueError(f"no completion has a score below the best, {quoted(scores[best])}; remove the record")
+    return pairs
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _alpaca(record: dict[str, Any]) -> Messages:

@@ -16,9 +16,11 @@ from torchtitan_magi.wording import quoted_path
 Parse = Callable[[Any], dict[str, Any]]
 T = TypeVar("T")
 
-FORMS = ("messages", "conversations", "completion", "output", "text")
+FORMS = ("messages", "conversations", "completion", "completions", "output", "text")
 """Keys by which a document is recognised: it has one of them."""
-KEYS = (*FORMS, "prompt", "instruction", "input", "chosen", "rejected", "system", "tools", "chat_template_kwargs")
+KEYS = (
+    *FORMS, "prompt", "instruction", "input", "chosen", "rejected", "pairs", "system", "tools", "chat_template_kwargs"
+)  # fmt: skip
 """All keys of a record that the parsers of `formats` know."""
 
 BLOCK_BYTES = 4 * 2**20

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from torchtitan_magi.data.records.formats import Messages
 from torchtitan_magi.data.records.record_file import attempt
-from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPair, pair_of
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPairs, pairs_of
 from torchtitan_magi.data.tokens.sandbox import Spans
 from torchtitan_magi.data.tokens.special_tokens import CONFIG, read_object, read_special_tokens
 from torchtitan_magi.data.tokens.template import PROBE_TOOLS, ChatTemplate, Kwargs, Rendering
@@ -166,30 +166,17 @@ class ChatTokenizer:
             raise document
         return document
 
-    def pair(self, record: dict[str, Any]) -> TokenizedPair:
-        """Tokenizes a preference pair, see `pairs`. Raises ValueError as `__call__` does."""
+    def pair(self, record: dict[str, Any]) -> TokenizedPairs:
+        """Tokenizes the preference pairs of a record, see `pairs`. Raises ValueError as `__call__` does."""
         return _unwrap(self.pairs([record]))
 
     def documents(self, records: Sequence[dict[str, Any] | ValueError]) -> list[Documents | ValueError]:
         """Tokenizes a batch. A record that is refused, or that is a ValueError already, is its ValueError."""
-        sizes: list[int] = []
+        return [attempt(_document_of, *of_one) for of_one in self._tokenized(records, self._render_record)]
 
-        def texts() -> Iterator[_Text | ValueError]:
-            for record in records:
-                rendered = attempt(self._render_record, record)
-                of_one = [rendered] if isinstance(rendered, ValueError) else rendered
-                sizes.append(len(of_one))
-                yield from of_one
-
-        encoded = iter(self._encode(texts()))
-        return [_document_of(record, [*islice(encoded, n)]) for record, n in zip(records, sizes, strict=True)]
-
-    def pairs(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedPair | ValueError]:
-        """Tokenizes a batch of preference pairs, as `documents` does."""
-        rendered = (attempt(self._render_pair, record) for record in records)
-        both = ([pair] * 2 if isinstance(pair, ValueError) else pair for pair in rendered)
-        sides = self._encode(side for pair in both for side in pair)
-        return [attempt(pair_of, *pair) for pair in zip(sides[::2], sides[1::2], strict=True)]
+    def pairs(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedPairs | ValueError]:
+        """Tokenizes a batch of records of preference pairs, as `documents` does."""
+        return [attempt(_pairs_of, *of_one) for of_one in self._tokenized(records, self._render_answers)]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -221,14 +208,34 @@ class ChatTokenizer:
             return [self._render(record, record["prompt"] + completion) for completion in record["completions"]]
         return [self._render(record, record["messages"])]
 
-    def _render_pair(self, record: dict[str, Any]) -> list["_Text"]:
+    def _render_answers(self, record: dict[str, Any]) -> "list[_Text]":
         prompt = record["prompt"]
-        return [self._render(record, prompt + record[name], len(prompt)) for name in ("chosen", "rejected")]
+        return [self._render(record, prompt + answer, len(prompt)) for answer in record["answers"]]
 
     def _render(self, record: dict[str, Any], messages: Messages, first: int = 0) -> "_Text":
         kwargs = record.get("chat_template_kwargs")
         rendering = self._rendering(messages, record.get("tools"), first, kwargs)
         return _Text(rendering.text, rendering.spans, rendering.notes)
+
+    def _tokenized(
+        self, records: Sequence[dict[str, Any] | ValueError], render: "Callable[[dict[str, Any]], list[_Text]]"
+    ) -> Iterator[tuple[dict[str, Any] | ValueError, list[TokenizedDocument] | ValueError]]:
+        """Each record with the tokens of the texts that it is rendered as, or what is wrong with the first bad one."""
+        sizes: list[int] = []
+
+        def texts() -> Iterator[_Text | ValueError]:
+            for record in records:
+                rendered = attempt(render, record)
+                of_one = [rendered] if isinstance(rendered, ValueError) else rendered
+                sizes.append(len(of_one))
+                yield from of_one
+
+        encoded = iter(self._encode(texts()))
+        for record, size in zip(records, sizes, strict=True):
+            documents = [*islice(encoded, size)]
+            good = [document for document in documents if not isinstance(document, ValueError)]
+            error = next((document for document in documents if isinstance(document, ValueError)), None)
+            yield record, good if error is None else error
 
     def _encode(self, texts: Iterable["_Text | ValueError"]) -> list[TokenizedDocument | ValueError]:
         """Texts are taken and encoded in batches of so many characters that memory is bounded."""
@@ -288,12 +295,13 @@ class ChatTokenizer:
         return num_bytes
 
 
-def _document_of(record: Any, documents: list[TokenizedDocument | ValueError]) -> Documents | ValueError:
+def _document_of(record: dict[str, Any], documents: list[TokenizedDocument]) -> Documents:
     """What a record becomes, by its documents: one, or one for each answer."""
-    good = [document for document in documents if not isinstance(document, ValueError)]
-    if len(good) < len(documents):
-        return next(document for document in documents if isinstance(document, ValueError))
-    return TokenizedAnswers(tuple(good), tuple(record["weights"])) if "completions" in record else good[0]
+    return TokenizedAnswers(tuple(documents), tuple(record["weights"])) if "completions" in record else documents[0]
+
+
+def _pairs_of(record: dict[str, Any], documents: list[TokenizedDocument]) -> TokenizedPairs:
+    return pairs_of(documents, record["pairs"])
 
 
 class _Text(NamedTuple):

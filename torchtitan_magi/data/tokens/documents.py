@@ -1,5 +1,6 @@
 """The tokens of a record. No torch: tokenizing workers import this."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,33 +37,35 @@ class TokenizedAnswers:
 
 
 @dataclass(frozen=True)
-class TokenizedPair:
-    """The tokens of a preference pair.
+class TokenizedPairs:
+    """The tokens of a prompt with its answers, of which pairs are compared.
 
-    prompt: int32 [p], p >= 1; chosen, rejected: completions C and R, `loss_mask` true on the tokens to predict.
+    prompt: int32 [p], p >= 1; answers: each without the prompt, `loss_mask` true on the tokens to predict; pairs:
+    numbers of the chosen and the rejected answer of each.
     """
 
     prompt: np.ndarray
-    chosen: TokenizedDocument
-    rejected: TokenizedDocument
+    answers: tuple[TokenizedDocument, ...]
+    pairs: tuple[tuple[int, int], ...] = ((0, 1),)
 
-    def num_positions(self, shared_prompt: bool) -> int:
-        """Number of positions that the pair takes in a pack."""
-        shared = len(self.prompt) - 1
-        return (1 if shared_prompt else 2) * shared + len(self.chosen.tokens) + len(self.rejected.tokens)
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Those of all answers."""
+        return tuple(dict.fromkeys(note for answer in self.answers for note in answer.notes))
 
 
-def pair_of(chosen: TokenizedDocument, rejected: TokenizedDocument) -> TokenizedPair:
-    """Makes a pair of two whole conversations, prompt included; their `loss_mask` is true in the completions only.
+def pairs_of(documents: Sequence[TokenizedDocument], pairs: Iterable[tuple[int, int]]) -> TokenizedPairs:
+    """Makes pairs of whole conversations, prompt included; their `loss_mask` is true in the answers only.
 
     Raises ValueError if their first tokens differ or are to be predicted.
     """
-    first_labels = [int(d.loss_mask.argmax()) if d.loss_mask.any() else len(d.tokens) for d in (chosen, rejected)]
-    limit = min(first_labels)
-    prompt = num_common(chosen.tokens[:limit], rejected.tokens[:limit])
+    first, *others = (document.tokens for document in documents)
+    prompt = min(int(d.loss_mask.argmax()) if d.loss_mask.any() else len(d.tokens) for d in documents)
+    for tokens in others:
+        prompt = num_common(first[:prompt], tokens[:prompt])
     if prompt == 0:
-        raise ValueError("chosen and rejected have no prompt token in common; give the record a prompt")
-    return TokenizedPair(chosen.tokens[:prompt], _completion(chosen, prompt), _completion(rejected, prompt))
+        raise ValueError("the answers have no prompt token in common; give the record a prompt")
+    return TokenizedPairs(first[:prompt], tuple(_answer(document, prompt) for document in documents), tuple(pairs))
 
 
 def num_common(one: np.ndarray, two: np.ndarray) -> int:
@@ -72,7 +75,7 @@ def num_common(one: np.ndarray, two: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else size
 
 
-def _completion(document: TokenizedDocument, start: int) -> TokenizedDocument:
+def _answer(document: TokenizedDocument, start: int) -> TokenizedDocument:
     """The tokens from `start` to the last that is to be predicted."""
     labelled = np.flatnonzero(document.loss_mask)
     where = slice(start, int(labelled[-1]) + 1 if len(labelled) else start)

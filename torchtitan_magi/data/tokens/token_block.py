@@ -9,29 +9,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_magi.data.tokens.array_file import Layout
-from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPair, num_common
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPairs, num_common
 
-VERSION = 4  # of the files, and of the way from a record to its tokens
-PARTS = {"documents": 1, "pairs": 3}  # of a record's tokens; one document for each answer, if it has several
+VERSION = 5  # of the files, and of the way from a record to its tokens
 
-_INDEX = {"bounds": np.int64, "firsts": np.int64, "weights": np.float32, "learned": np.int64, "common": np.int64}
+_INDEX = {"bounds": np.int64, "firsts": np.int64, "weights": np.float32, "learned": np.int64}
+_INDEX |= {"pairs": np.int64, "first_pairs": np.int64, "common": np.int64}
 _INDEX |= {"checksums": np.uint32, "noted": np.uint32}
 _FILE = Layout(b"magitoks", _INDEX, "tokens")
-Tokenized = TokenizedDocument | TokenizedAnswers | TokenizedPair
+Tokenized = TokenizedDocument | TokenizedAnswers | TokenizedPairs
 
 _MAX_NOTES = 16  # of a block, each by itself
 
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """The tokens of n consecutive records, each of p parts: documents, or prompt, chosen and rejected completion.
+    """The tokens of n consecutive records, of p parts: documents, or of each record prompt and answers.
 
     tokens: int32 [t], parts one after the other; bounds: int64 [p + 1], first token of each part, and t; firsts: int64
     [n + 1], first part of each record, and p; weights: float32 [p], how often each part counts in the loss; learned:
-    int64 [m, 2], ranges of tokens to predict, ascending; common: int64 [n], of pairs, number of tokens with which both
-    completions begin (documents: 0); checksums: uint32 [n], CRC-32 of each record's tokens; malformed: index in the
-    block -> what is wrong with the record, which then has no token; notes: what the chat template left out of records;
-    noted: uint32 [n], bit k is set for a record that notes[k] is true of.
+    int64 [m, 2], ranges of tokens to predict, ascending; pairs: int64 [k, 2], numbers of the chosen and the rejected
+    answer in their record; first_pairs: int64 [n + 1], first pair of each record, and k; common: int64 [k], number of
+    tokens with which both answers of a pair begin; checksums: uint32 [n], CRC-32 of each record's tokens; malformed:
+    index in the block -> what is wrong with the record, which then has no token; notes: what the chat template left out
+    of records; noted: uint32 [n], bit k is set for a record that notes[k] is true of.
     """
 
     tokens: np.ndarray
@@ -39,6 +40,8 @@ class TokenBlock:
     firsts: np.ndarray
     weights: np.ndarray
     learned: np.ndarray
+    pairs: np.ndarray
+    first_pairs: np.ndarray
     common: np.ndarray
     checksums: np.ndarray
     noted: np.ndarray
@@ -49,14 +52,19 @@ class TokenBlock:
         return len(self.checksums)
 
     @classmethod
-    def of(cls, kind: str, records: Sequence[Tokenized | ValueError]) -> "TokenBlock":
-        """The block of these records. kind: "documents" or "pairs"."""
+    def of(cls, records: Sequence[Tokenized | ValueError]) -> "TokenBlock":
+        """The block of these records."""
         malformed = {index: str(record) for index, record in enumerate(records) if isinstance(record, ValueError)}
-        rows = [_parts_of(record, PARTS[kind]) for record in records]
+        rows = [_parts_of(record) for record in records]
+        pairs = [record.pairs if isinstance(record, TokenizedPairs) else () for record in records]
         tokens = np.concatenate([np.zeros(0, np.int32), *(part.tokens for row in rows for part in row)])
         masks = np.concatenate([np.zeros(1, bool), *(part.loss_mask for row in rows for part in row), [False]])
         bounds = np.cumsum([0, *(len(part.tokens) for row in rows for part in row)])
-        common = [num_common(row[1].tokens, row[2].tokens) if kind == "pairs" else 0 for row in rows]
+        common = [
+            num_common(row[1 + chosen].tokens, row[1 + rejected].tokens)
+            for row, of_one in zip(rows, pairs, strict=True)
+            for chosen, rejected in of_one
+        ]
         firsts = np.cumsum([0, *map(len, rows)])
         weights = [weight for record, row in zip(records, rows, strict=True) for weight in _weights_of(record, row)]
         notes, noted = _noted([_notes_of(row) for row in rows])
@@ -67,6 +75,8 @@ class TokenBlock:
             firsts,
             np.array(weights, np.float32),
             np.flatnonzero(masks[1:] != masks[:-1]).reshape(-1, 2),
+            np.array([*itertools.chain(*pairs)], np.int64).reshape(-1, 2),
+            np.cumsum([0, *map(len, pairs)]),
             np.array(common, np.int64),
             np.array(checksums, np.uint32),
             noted,
@@ -108,11 +118,6 @@ class TokenBlock:
         found = self.learned[np.arange(len(of)) + (before - (np.cumsum(num) - num))[of]]
         return of, np.maximum(first[of], found[:, 0]), np.minimum(last[of], found[:, 1])
 
-    def pair(self, index: int) -> TokenizedPair:
-        """The pair of a record."""
-        begin, chosen, rejected, end = self.bounds[3 * index : 3 * index + 4].tolist()
-        return TokenizedPair(self.tokens[begin:chosen], self.document(chosen, rejected), self.document(rejected, end))
-
     def first_learned(self, first: np.ndarray) -> np.ndarray:
         """int64 [n]: the first token from `first` on that is to be predicted; past the last token if there is none."""
         begin = np.searchsorted(self.learned[:, 1], first, side="right")
@@ -131,12 +136,11 @@ class TokenBlock:
         return cls(malformed=malformed, notes=head["notes"], **arrays)
 
 
-def _parts_of(record: Tokenized | ValueError, parts: int) -> list[TokenizedDocument]:
-    if isinstance(record, TokenizedPair):
-        prompt = TokenizedDocument(record.prompt, np.zeros(len(record.prompt), bool))
-        return [prompt, record.chosen, record.rejected]
+def _parts_of(record: Tokenized | ValueError) -> list[TokenizedDocument]:
+    if isinstance(record, TokenizedPairs):
+        return [TokenizedDocument(record.prompt, np.zeros(len(record.prompt), bool)), *record.answers]
     if isinstance(record, ValueError):
-        return [TokenizedDocument(np.zeros(0, np.int32), np.zeros(0, bool))] * parts
+        return [TokenizedDocument(np.zeros(0, np.int32), np.zeros(0, bool))]
     return [*record.documents] if isinstance(record, TokenizedAnswers) else [record]
 
 

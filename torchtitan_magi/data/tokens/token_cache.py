@@ -68,12 +68,12 @@ class TokenizedHere:
     those of `TokenCache`.
     """
 
-    def __init__(self, corpus: Corpus, tokenize: Callable[[list[Any]], list[Any]], kind: str) -> None:
-        self.corpus, self.tokenize, self.kind = corpus, tokenize, kind
+    def __init__(self, corpus: Corpus, tokenize: Callable[[list[Any]], list[Any]]) -> None:
+        self.corpus, self.tokenize = corpus, tokenize
         self._in_use: weakref.WeakValueDictionary[int, TokenBlock] = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.corpus, self.tokenize, self.kind)
+        return type(self), (self.corpus, self.tokenize)
 
     def order(self, blocks: list[int]) -> None: ...
 
@@ -83,7 +83,7 @@ class TokenizedHere:
     def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
         tokens = self._in_use.get(block)
         if tokens is None:
-            tokens = self._in_use[block] = TokenBlock.of(self.kind, self.tokenize(self.corpus.read(block)))
+            tokens = self._in_use[block] = TokenBlock.of(self.tokenize(self.corpus.read(block)))
         return tokens
 
     def malformed(self, block: int) -> dict[int, str] | None:

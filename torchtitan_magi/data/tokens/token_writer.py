@@ -216,7 +216,7 @@ def _write_block(task: Task, job: Job, pipe: Connection) -> Written | Failed:
         made = [one for first in range(0, len(records), _BATCH) for one in tokenize(records[first : first + _BATCH])]
     else:
         made = list(_one_by_one(records, tokenize, task.refused, pipe))
-    block = TokenBlock.of(job.kind, made)
+    block = TokenBlock.of(made)
     try:
         block.write(path)
     except OSError as error:

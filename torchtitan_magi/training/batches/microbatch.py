@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.attention.bound_plan import IndexData
-from torchtitan_magi.data.packs.prefix_trees import Nodes, branches_of_documents, branches_of_pairs, nodes_of
+from torchtitan_magi.data.packs.prefix_trees import Nodes, branches_of_documents, nodes_of
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.masks.builders import tree_causal
 from torchtitan_magi.masks.slices import AttnSlices
@@ -20,7 +20,8 @@ from torchtitan_magi.planning.plan import AttnPlan
 
 MICROBATCH = "microbatch"  # its key beside "input" in the dict that torchtitan's Trainer hands on
 Batch = tuple[dict[str, Any], Tensor]  # "input" and MICROBATCH; labels
-_FROM_LOADERS = ("input", "documents", "pairs", "records", "pair_ids", "label_weights")  # the rest is for the model
+# the rest is for the model
+_FROM_LOADERS = ("input", "documents", "records", "label_weights", "pairs", "pair_ids", "pair_numbers")
 
 
 @dataclass(eq=False)
@@ -30,13 +31,14 @@ class Microbatch:
     Args:
         tokens: int64 [batch, seq_len], the rows planned as one pack.
         labels: int64 [batch, seq_len]; None where nobody asks for them.
-        branches: int64 [n, 3], the documents over the flattened batch, see ``prefix_trees``; of preference pairs two
-            each, chosen and rejected.
+        branches: int64 [n, 3], the documents over the flattened batch, see ``prefix_trees``; with
+            preference pairs the answers.
         records: int64, the number of each document's or pair's record in the data set; None where nobody has counted
             records.
         model_inputs: what the model is called with besides: "positions", int32 [batch, seq_len], if they are not to run
             over the pack.
-        has_pairs: whether branches are those of preference pairs.
+        pairs: int64 [k, 2], numbers of the branches that are chosen and rejected; None: there are no preference pairs.
+        pair_numbers: int64 [k], the number of each pair in its record; None without pairs.
         label_weights: float64 [batch, 2, seq_len], what each label weighs in a mean over labels and in one over
             documents, where several documents may share it; None: all in a document weigh the same.
 
@@ -52,8 +54,9 @@ class Microbatch:
     branches: npt.NDArray[np.int64]
     records: npt.NDArray[np.int64] | None
     model_inputs: dict[str, Any]
-    has_pairs: bool = False
     label_weights: Tensor | None = None
+    pairs: npt.NDArray[np.int64] | None = None
+    pair_numbers: npt.NDArray[np.int64] | None = None
     plans: tuple[AttnPlan, ...] = ()
     indices: tuple[IndexData, ...] = ()
     labelled: Tensor | None = None
@@ -65,19 +68,24 @@ class Microbatch:
     @classmethod
     def of(cls, inputs: dict[str, Any], labels: Tensor | None, eos_id: int | None) -> "Microbatch":
         """A microbatch of a loader's inputs: tokens as "input", boundaries as "documents" (with three columns
-        branches) or "pairs"; without either, documents end with EOS.
+        branches), else documents end with EOS; and "pairs" of documents.
 
         Raises:
             ValueError: neither boundaries nor an eos_id.
         """
         model_inputs = {name: value for name, value in inputs.items() if name not in _FROM_LOADERS}
-        if has_pairs := "pairs" in inputs:
-            branches = branches_of_pairs(inputs["pairs"])
-        else:
-            given = inputs.get("documents")
-            branches = branches_of_documents(documents_from_eos(inputs["input"], eos_id) if given is None else given)
-        records, weights = inputs.get("records", inputs.get("pair_ids")), inputs.get("label_weights")
-        return cls(inputs["input"], labels, branches, records, model_inputs, has_pairs, weights)
+        given, pairs = inputs.get("documents"), inputs.get("pairs")
+        branches = branches_of_documents(documents_from_eos(inputs["input"], eos_id) if given is None else given)
+        return cls(
+            inputs["input"],
+            labels,
+            branches,
+            inputs.get("records", inputs.get("pair_ids")),
+            model_inputs,
+            inputs.get("label_weights"),
+            None if pairs is None else pairs.astype(np.int64),
+            inputs.get("pair_numbers"),
+        )
 
     @functools.cached_property
     def nodes(self) -> Nodes:
@@ -85,14 +93,8 @@ class Microbatch:
         return nodes_of(self.branches)
 
     @property
-    def pairs(self) -> npt.NDArray[np.int64]:
-        """int64 [n, 2, 3]: the branches of preference pairs, chosen and rejected."""
-        assert self.has_pairs
-        return self.branches.reshape(-1, 2, 3)
-
-    @property
     def num_tokens(self) -> int:
-        """Tokens of the documents or pairs, without padding."""
+        """Tokens of the documents, without padding."""
         return int((self.branches[:, 1] - self.branches[:, 0]).sum())
 
     @property
@@ -113,9 +115,9 @@ class Microbatch:
         return [tree_causal(end - start, parent, start, window or None) for window in windows]
 
     def digest(self) -> int:
-        """63 bits that stand for tokens, labels and documents, by which ranks tell whether they have the same."""
+        """63 bits for tokens, labels, documents and pairs, by which ranks tell whether they have the same."""
         digest = hashlib.blake2b(digest_size=8)
-        for array in (self.tokens, self.labels, self.branches, self.label_weights):
+        for array in (self.tokens, self.labels, self.branches, self.label_weights, self.pairs):
             if array is not None:
                 digest.update(np.asarray(array).tobytes())
         return int.from_bytes(digest.digest()) >> 1

@@ -39,7 +39,7 @@ class DocumentLosses:
         if self.losses is None:
             return []
         losses = self.losses.double().cpu().numpy()
-        sums, counts = (losses, np.ones_like(losses)) if self.batch.has_pairs else self._of_documents(losses)
+        sums, counts = self._of_documents(losses) if self.batch.pairs is None else (losses, np.ones_like(losses))
         return [(self._name(n, where, place), float(sums[n]), int(counts[n])) for n in np.flatnonzero(counts).tolist()]
 
     def _of_documents(self, losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -56,8 +56,8 @@ class DocumentLosses:
     def _name(self, number: int, where: Where | None, place: str) -> str:
         if self.batch.records is not None and where is not None:
             return where(int(self.batch.records[number]))
-        of_each = self.batch.branches.reshape(-1, 2 if self.batch.has_pairs else 1, 3)
-        begin, end = of_each[number, 0, 0], of_each[number, -1, 1]
+        branches = self.batch.branches[[number] if self.batch.pairs is None else self.batch.pairs[number]]
+        begin, end = branches[:, 0].min(), branches[:, 1].max()
         return f"tokens {begin} to {end - 1} of {place}"
 
 

@@ -22,8 +22,11 @@ class PairBatch:
     """This rank's tokens of a microbatch of pairs, ready for a model."""
 
     local: LocalBatch
-    branch: Tensor  # int32 [b, s], see boundaries.branch_numbers
+    branch: Tensor  # int32 [b, s], the answer of each token, see boundaries.branch_numbers
+    num_answers: int
+    pairs: Tensor  # int64 [n, 2], answers that are chosen and rejected
     pair_ids: Tensor  # int64 [n], the number of each pair's record
+    pair_numbers: Tensor  # int64 [n], the number of each pair in its record
     num_labels: Tensor  # int64 [n, 2], of chosen and rejected
     cp_group: Group
     kept: DocumentLosses | None = None
@@ -31,18 +34,20 @@ class PairBatch:
     def logprobs(self, model: LogprobModel) -> Tensor:
         """float64 [n, 2]: summed log-probabilities of chosen and rejected."""
         logprobs, branch = model(self.local).flatten(), self.branch.flatten()
-        return branch_sums(logprobs, branch, 2 * len(self.pair_ids), self.cp_group).view(-1, 2)
+        return branch_sums(logprobs, branch, self.num_answers, self.cp_group)[self.pairs]
 
 
 def read_pairs(inputs: dict[str, Any], labels: Tensor, process: Process, cp_group: Group) -> PairBatch:
     """See ``Objective.read``. cp_group: the context-parallel ranks."""
     batch: Microbatch = inputs[MICROBATCH]
     assert batch.labels is not None
+    assert batch.pairs is not None
     branch = branch_numbers(batch.branches, labels.numel()).reshape(labels.shape)
-    counts = num_labels(batch.pairs[..., 0], batch.pairs[..., 1], batch.labels.flatten().numpy())
-    branch, pair_ids, counts = (torch.from_numpy(x).to(labels.device) for x in (branch, batch.records, counts))
+    counts = num_labels(batch.branches[:, 0], batch.branches[:, 1], batch.labels.flatten().numpy())[batch.pairs]
+    arrays = branch, batch.pairs, batch.records, batch.pair_numbers, counts
+    branch, pairs, ids, numbers, counts = (torch.from_numpy(x).to(labels.device) for x in arrays)
     local = process(inputs, labels)
-    return PairBatch(local, local.take(branch), pair_ids, counts, cp_group)
+    return PairBatch(local, local.take(branch), len(batch.branches), pairs, ids, numbers, counts, cp_group)
 
 
 def logprobs_by(model: LogprobModel | Pipeline, batches: list[PairBatch]) -> list[Tensor]:
@@ -77,6 +82,7 @@ class DPO(Objective):
         self.sums.clear()
 
     def count_items(self, batch: Microbatch) -> int:
+        assert batch.pairs is not None
         return len(batch.pairs)
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi.files import write_whole
@@ -38,11 +39,14 @@ class ReferenceData:
     path: Path  # the reference file
     fingerprint: str  # of records, tokenizer and layout
     num_records: int
-    compute: Callable[[], Tensor]  # float64 [num_records, 2] by the initial model; a collective of all ranks
+    compute: Callable[[], Tensor]  # as in the file, by the initial model; a collective of all ranks
 
 
 class ReferenceFile(Reference):
     """Log-probabilities of all pairs of a data set, in a file beside it or where the user wants it.
+
+    The array is float64 [num_records, 2 * width]: of a record its pairs one after the other, chosen and rejected, and
+    zeros up to the largest number of pairs that a record has, the width.
 
     The first run writes the file, with fingerprints of model and data; a run that has the same ones uses it.
 
@@ -97,7 +101,8 @@ class ReferenceFile(Reference):
         self.logprobs_of_records = torch.from_numpy(logprobs).to(self.device)
 
     def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
-        return [self.logprobs_of_records[batch.pair_ids] for batch in batches]
+        of_pairs = self.logprobs_of_records.unflatten(1, (-1, 2))
+        return [of_pairs[batch.pair_ids, batch.pair_numbers] for batch in batches]
 
     def state_dict(self) -> dict[str, Any]:
         return {"reference_model": self.model_fingerprint}
@@ -128,9 +133,12 @@ def reference_file(policy: Policy, section: Any) -> ReferenceFile:
         return ReferenceData(path, data, loader.dataset.num_records, lambda: compute(loader))
 
     def compute(loader: PackLoader) -> Tensor:
-        logprobs = torch.zeros(loader.dataset.num_records, 2, dtype=torch.float64, device=policy.device)
-        policy.fill_in_logprobs(logprobs, loader)
-        return reduced(logprobs, group_of(policy.parallel_dims, "batch"))
+        group = group_of(policy.parallel_dims, "batch")
+        ids, numbers, found = policy.logprobs_of(loader)
+        width = int(reduced(1 + torch.cat([numbers, numbers.new_zeros(1)]).max(), group, dist.ReduceOp.MAX))
+        logprobs = found.new_zeros(loader.dataset.num_records, width, 2)
+        logprobs[ids, numbers] = found
+        return reduced(logprobs, group).flatten(1)
 
     precision = job_config.training.mixed_precision_param
     return ReferenceFile(lambda: fingerprint_of_model(policy.model_parts, precision), open_data, policy.device)
@@ -139,7 +147,7 @@ def reference_file(policy: Policy, section: Any) -> ReferenceFile:
 def read_logprobs(
     path: Path, fingerprints: dict[str, str], num_records: int, remedy: str
 ) -> npt.NDArray[np.float64] | None:
-    """The numbers of a reference file, float64 [num_records, 2]; None if there is no file.
+    """The numbers of a reference file, see ``ReferenceFile``; None if there is no file.
 
     Raises:
         ValueError: it cannot be read, is damaged, or has other fingerprints. Ends with the remedy.
@@ -165,8 +173,8 @@ def read_logprobs(
         if entries[name] != now:
             raise refused(f"was made with the {name} [{one_line(entries[name])}], this run has [{now}]")
     logprobs = entries["logprobs"]
-    if logprobs.shape != (num_records, 2):
-        raise refused(f"is damaged (log-probabilities {logprobs.shape} for {num_records} pairs)")
+    if logprobs.ndim != 2 or len(logprobs) != num_records or logprobs.shape[1] % 2 or not logprobs.shape[1]:
+        raise refused(f"is damaged (log-probabilities {logprobs.shape} for {num_records} records)")
     if not np.isfinite(logprobs).all():
         raise refused("is damaged (log-probabilities that are not finite)")
     return logprobs
@@ -197,7 +205,8 @@ def _digest(logprobs: npt.NDArray[np.float64], texts: dict[str, str]) -> str:
 
 
 def check_writable(path: Path, num_records: int) -> None:
-    """Raises ValueError where a reference file of so many pairs cannot be written. Makes its folder."""
+    """Raises ValueError where a reference file of so many records, with a pair each, cannot be written. Makes its
+    folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent) as file:
@@ -216,7 +225,8 @@ def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArr
     if wrong.size:
         raise ValueError(
             f"reference file {shown(path)} is not made: the initial model has no finite log-probability for "
-            f"{wrong.size} of {len(logprobs)} pairs, the first of them pair {wrong[0]}; check its weights and that pair"
+            f"{wrong.size} of {len(logprobs)} records, the first of them record {wrong[0]}; check its weights and that "
+            "record"
         )
     content = io.BytesIO()
     np.savez(content, logprobs=logprobs, digest=_digest(logprobs, fingerprints), **fingerprints)  # type: ignore[arg-type]
