@@ -110,11 +110,15 @@ PAIRS = (
     lines({"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": "4"}),
     lines({"chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "3"}]}),
     lines({"prompt": CALLS, "chosen": TURNS[1], "rejected": "c", "tools": TOOLS, "system": "d"}),
+    lines({"prompt": "a", "completions": ["b", TURNS[1], {"completion": "c"}], "pairs": [[0, 2], [1, 0]]}),
+    lines(
+        {"prompt": TURNS[:1], "completions": [{"completion": text, "score": len(text)} for text in ("b", "cd", "e")]}
+    ),
 )
 RECORD_WORDS = words(
     '"messages" "conversations" "role" "content" "from" "value" "human" "gpt" "user" "assistant" "system" "tool" "text"'
     ' "prompt" "completion" "completions" "chosen" "rejected" "tools" "tool_calls" "function" "arguments" "weight"'
-    ' "reasoning" "thinking" "reasoning_content" "chat_template_kwargs" "name" "type" "<|im_end|>"'
+    ' "reasoning" "thinking" "reasoning_content" "chat_template_kwargs" "name" "type" "<|im_end|>" "pairs" "score"'
     ' "{\\"a\\":1}" "[[[" "\\udc00"'
 )
 

@@ -17,6 +17,7 @@ import torch
 from support.corpus import text
 from support.hf_models import load_hf
 from support.jsonl import write_jsonl
+from support.preference import flat, scored
 from support.runs import new_folder
 from torch.nn import functional
 from torch.optim import AdamW
@@ -144,6 +145,24 @@ def write_pairs(path: Path) -> None:
 
 
 @functools.cache
+def answers_file(num_answers: int) -> Path:
+    """Prompts with so many answers, one of which fills more than half of a pack."""
+    rng, words = random.Random(4), 120 // num_answers
+
+    def turn(role: str, low: int, high: int) -> list[dict]:
+        return [{"role": role, "content": text(rng, rng.randint(low, high))}]
+
+    write_jsonl(
+        path := Path(new_folder(), "answers.jsonl"),
+        [
+            scored(turn("user", 18, 26), [turn("assistant", words - 4, words + 4) for _ in range(num_answers)])
+            for _ in range(2 * STEPS * PACKS)
+        ],
+    )
+    return path
+
+
+@functools.cache
 def pairs_file() -> Path:
     """A file with them."""
     write_pairs(path := Path(new_folder(), "pairs.jsonl"))
@@ -168,9 +187,12 @@ def train_dpo(folder: Path, path: Path, loss: str, shared_prompt: bool) -> Train
     dataset = PackedPairDataset(
         path, load_chat_tokenizer(folder).pair, seq_len, shared_prompt=shared_prompt, packs_per_step=PACKS
     )
-    pack_ids = [[i for pack, _ in packs for i in pack["pair_ids"]] for packs in steps_of(iter(dataset))]
-    assert {len(ids) for ids in pack_ids} == {PACKS * PAIRS_PER_PACK}
-    pairs = records(path)
+    steps = [
+        [place for pack, _ in packs for place in zip(pack["pair_ids"], pack["pair_numbers"], strict=True)]
+        for packs in steps_of(iter(dataset))
+    ]
+    (pairs_per_step,) = {len(places) for places in steps}
+    pairs = [flat(record) for record in records(path)]
     training = Training(load_hf(folder))
 
     class Trainer(DPOTrainer):
@@ -187,7 +209,7 @@ def train_dpo(folder: Path, path: Path, loss: str, shared_prompt: bool) -> Train
     options = DPOConfig(
         output_dir=f"{folder}/trl",
         max_steps=STEPS,
-        per_device_train_batch_size=PACKS * PAIRS_PER_PACK,
+        per_device_train_batch_size=pairs_per_step,
         train_sampling_strategy="sequential",
         max_grad_norm=1.0,
         router_aux_loss_coef=0.0,  # else TRL adds the configuration's 0.001 times a loss that balances experts
@@ -204,7 +226,7 @@ def train_dpo(folder: Path, path: Path, loss: str, shared_prompt: bool) -> Train
         training.model,
         load_hf(folder),
         options,
-        train_dataset=Dataset.from_list([pairs[i] for ids in pack_ids for i in ids]),
+        train_dataset=Dataset.from_list([pairs[record][number] for places in steps for record, number in places]),
         processing_class=AutoTokenizer.from_pretrained(folder),
         optimizers=optimizer_of(training.model),
     ).train()

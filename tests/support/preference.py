@@ -1,4 +1,4 @@
-"""A small set of preference pairs and what trains on it: one step takes all of them, however they are packed."""
+"""Small sets of preference pairs and what trains on them: one step takes all of them, however they are packed."""
 
 import functools
 import random
@@ -31,12 +31,49 @@ def write_pairs(path, num_pairs, seed):
     write_jsonl(path, records)
 
 
+def scored(prompt, answers):
+    """A record of up to 11 answers, no two of which have one score."""
+    completions = [{"completion": answer, "score": 7 * number % 11} for number, answer in enumerate(answers)]
+    return {"prompt": prompt, "completions": completions}
+
+
+def flat(record):
+    """A record for each pair of one: the best by score against each other answer, or itself."""
+    if "chosen" in record:
+        return [record]
+    best = max(record["completions"], key=lambda answer: answer["score"])
+    others = (answer["completion"] for answer in record["completions"] if answer is not best)
+    return [{"prompt": record["prompt"], "chosen": best["completion"], "rejected": other} for other in others]
+
+
 @functools.cache
 def data():
     folder = Path(new_folder())
     write_pairs(folder / "pairs.jsonl", NUM_PAIRS, seed=0)
     write_pairs(folder / "validation.jsonl", 5, seed=1)
     return folder
+
+
+@functools.cache
+def answers_data():
+    """Folders of the same pairs: prompts with 2 to 8 answers, and a record for each pair, which takes twice as many
+    packs of 512 tokens. The answers to one of the prompts need two packs."""
+    rng, folders = random.Random(11), []
+
+    def words(first, count):
+        return " ".join([first, *rng.choices(WORDS[1:13], k=count)])
+
+    def record(number, least=20):
+        answers = [words("yes", rng.randint(least, least + 20)) for _ in range(number)]
+        return scored(words("why", rng.randint(90, 120)), answers)
+
+    train = [*(record(number) for number in (2, 4, 8, 4, 2, 4, 2)), record(8, least=50)]
+    validation = [record(2), record(4)]
+    for parts in (lambda record: [record], flat):
+        folders.append(Path(new_folder()))
+        for name, whole in (("pairs", train), ("validation", validation)):
+            write_jsonl(folders[-1] / f"{name}.jsonl", [part for record in whole for part in parts(record)])
+    return folders
 
 
 def arguments(degrees, *, folder=None, seq_len=512, local_batch_size=2, global_batch_size=2, steps=STEPS):
@@ -53,6 +90,8 @@ def arguments(degrees, *, folder=None, seq_len=512, local_batch_size=2, global_b
     return [*options.split(), *degree_arguments(degrees)]
 
 
-def copy_of_data():
+def copy_of_data(folder=None):
     """Without reference files."""
-    return shutil.copytree(data(), Path(new_folder()), ignore=shutil.ignore_patterns("*.npz"), dirs_exist_ok=True)
+    return shutil.copytree(
+        folder or data(), Path(new_folder()), ignore=shutil.ignore_patterns("*.npz"), dirs_exist_ok=True
+    )

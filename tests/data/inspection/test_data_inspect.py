@@ -565,3 +565,57 @@ def test_answers_are_shown_behind_their_prompt(inspect, tmp_path):
     assert seen.length == seen.kept == seen.tokens - 2
     assert [text for text in warnings_of(inspection) if "mood" in text]
     assert not [text for text in warnings_of(inspection) if "completions" in text]
+
+
+def scored(*answers):
+    return [{"completion": answer, "score": score} for answer, score in answers]
+
+
+def test_answers_in_pairs_are_shown_with_what_each_is_preferred_to(inspect):
+    answers = scored(("a dog", 1), ("the cat", 3), ("the end", 2))
+    inspection = inspect(
+        [{"prompt": "the hat", "completions": answers, "mood": 1}], pairs=True, seq_len=64, num_shown=1
+    )
+    ((_, seen),) = inspection.shown
+    assert [name for name, _ in seen.cells] == ["prompt", "answer 1", "answer 2, better than 1, 3", "answer 3"]
+    (_, prompt), *parts = seen.cells
+    texts = ["".join(cell.text for cell in cells) for _, cells in parts]
+    assert texts == [f"{text}<|im_end|>\n" for text in ("a dog", "the cat", "the end")]
+    assert all(cell.is_learned for _, cells in parts for cell in cells)
+    shared, (dog, cat, end) = sum(len(cell.ids) for cell in prompt) - 1, (len(cells) for _, cells in parts)
+    assert (seen.length, seen.kept, seen.pairs) == (shared + dog + cat + end, shared + dog + cat + end, 2)
+    assert seen.alone == 2 * shared + dog + 2 * cat + end
+    text = report(inspection, Painter(has_color=False))
+    said = f"2 pairs in {seen.kept} positions of packs, in place of {seen.alone} if each were a record"
+    assert text.count(said) == 2  # of the record and of its source
+    assert [line for line in warnings_of(inspection) if "mood" in line]
+    assert not [line for line in warnings_of(inspection) if "completions" in line]
+    inspection = inspect([{"prompt": "the hat", "completions": ["a", "b"], "pairs": [[1, 0]]}], pairs=True, num_shown=1)
+    assert [name for name, _ in inspection.shown[0][1].cells] == ["prompt", "rejected", "chosen"]
+    assert "in place of" not in report(inspection, Painter(has_color=False))
+    assert not [line for line in warnings_of(inspection) if "not used" in line]
+
+
+def test_figures_of_answers_in_pairs_are_those_of_training(inspect, tmp_path):
+    rng = np.random.default_rng(2)
+    records = []
+    for size in rng.integers(1, 60, 60).tolist():
+        answers = scored(*(("the " * int(n), int(s)) for n, s in rng.integers(1, 40, (rng.integers(2, 7), 2))))
+        answers[0]["score"] = -1  # not all are alike
+        records.append({"prompt": "the " * size, "completions": answers})
+    records += [
+        {"prompt": "a", "completions": ["b", "b", "c"], "pairs": pairs} for pairs in ([[0, 1]], [[0, 1], [0, 2]])
+    ]
+    records.append({"prompt": "the " * 200, "completions": ["b", "c", "d"], "pairs": [[0, 1], [0, 2]]})
+    tally = inspect(records, pairs=True, seq_len=100, read_all=True).tallies[0]
+    tokenizer = load_chat_tokenizer(tmp_path / "tokenizer")
+    packs = PackedPairDataset(tmp_path / "data.jsonl", tokenizer.pair, 100, epochs=1, shuffle=False)
+    items = list(packs)
+    counts = packs.counts
+    assert 1 <= tally.left_out["with chosen equal to rejected"] < counts.equal
+    assert (tally.left_out["with too long a prompt"], counts.long_prompts) == (1, 2)
+    assert tally.truncated_tokens == counts.truncated_tokens
+    assert sum(tally.kept) == counts.tokens
+    assert len(tally.kept) == counts.pieces > len(records)
+    assert tally.pairs == sum(len(inputs["pairs"]) for inputs, _ in items)
+    assert tally.alone > 1.5 * counts.tokens

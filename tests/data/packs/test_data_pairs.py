@@ -325,6 +325,20 @@ def test_a_pair_without_a_preference_is_left_out_and_counted(tmp_path):
     assert "left out: 2 with chosen equal to rejected, 1 with too long a prompt" in str(packs.counts)
 
 
+def test_pairs_without_a_preference_are_left_out_of_those_of_their_record(tmp_path):
+    pairs = [[0, 1], [2, 3], [0, 2], [1, 2], [0, 4], [3, 2]]
+    answers = ["the cat", "the cat", "the hat", [assistant("a", weight=0)], "the cat and a hat " * 30]
+    path = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "q", "completions": answers, "pairs": pairs}])
+    packs = PackedPairDataset(path, chat(CHATML_TEMPLATE).pair, 64, epochs=1)
+    items = [inputs for inputs, _ in packs]
+    assert sorted(inputs["pair_numbers"].tolist() for inputs in items) == [[2, 3], [4]]
+    assert {len(inputs["documents"]) for inputs in items} == {3, 2}
+    counts = packs.counts
+    assert (counts.documents, counts.pieces, counts.extra_pieces) == (1, 2, 4)
+    assert (counts.equal, counts.unlabeled, counts.truncated, counts.long_prompts) == (1, 2, 1, 0)
+    assert_nothing_is_lost(counts)
+
+
 @settings(max_examples=60, deadline=None)
 @given(whole=st.lists(records(), min_size=1, max_size=20), shared_prompt=st.booleans())
 def test_packs_of_answers_have_the_pairs_of_flat_records(tmp_path_factory, whole, shared_prompt):

@@ -4,6 +4,7 @@ One step takes all pairs of a small data set, so that runs with other packs have
 """
 
 import functools
+import json
 import math
 import pickle
 import shutil
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from support.errors import run_ends
 from support.faults import report_saved
-from support.preference import DPO_TOML, NUM_PAIRS, STEPS, arguments, copy_of_data, write_pairs
+from support.preference import DPO_TOML, NUM_PAIRS, STEPS, answers_data, arguments, copy_of_data, write_pairs
 from support.runs import TrainingError, new_folder, train, watch
 
 from layouts import max_relative_difference  # isort: skip
@@ -227,3 +228,86 @@ def test_the_reference_file_is_made_once_and_only_for_its_model_and_data():
     write_pairs(folder / "pairs.jsonl", NUM_PAIRS, seed=2)
     with run_ends(r"was made with the data \[.*\], this run has \[.*delete the file"):
         dpo(1, options)
+
+
+# ------------------------------------------------------------------------------------------ several answers to a prompt
+
+PACKS = {"whole": 6, "flat": 13, "separate": 20}  # of all pairs
+
+
+@functools.cache
+def trained_on_answers(packs, *options, **degrees):
+    """A step takes all pairs, by prompts with several answers ("separate": prompts not shared) or a record each."""
+    folder = copy_of_data(answers_data()[packs == "flat"])
+    size = PACKS[packs]
+    batch = {"local_batch_size": 2 - size % 2, "global_batch_size": size}
+    options = [*arguments(degrees, folder=folder, **batch), *options, "--checkpoint.load_only"]
+    options += ["--magi.dpo.no-shared_prompt"] if packs == "separate" else []
+    return dpo(math.prod(degrees.values()), options)
+
+
+FILE = ("--magi.dpo.reference", "file")
+
+
+@pytest.mark.parametrize(
+    ("packs", "options", "degrees"),
+    [
+        ("whole", (), {}),
+        ("whole", FILE, {"cp": 2}),
+        ("whole", (), {"dp": 2}),
+        ("whole", FILE, {"dp": 2, "cp": 2}),
+        ("separate", (), {"cp": 2}),
+        ("whole", ("--magi.dpo.loss", "ipo"), {"cp": 2}),
+    ],
+)
+def test_several_answers_train_as_a_record_for_each_pair(packs, options, degrees):
+    """In the first step to the last digit of float32; then training enlarges rounding."""
+    flat = trained_on_answers("flat", *(options if "file" not in options else ()))
+    run = trained_on_answers(packs, *options, **degrees)
+    differences = {
+        "first": max_relative_difference([run.losses[0], run.grad_norms[0]], [flat.losses[0], flat.grad_norms[0]]),
+        "loss": max_relative_difference(run.losses, flat.losses),
+        "grad_norm": max_relative_difference(run.grad_norms, flat.grad_norms),
+        "validation": max_relative_difference(run.validation_losses, flat.validation_losses),
+    }
+    print(f"{packs} {options} {degrees}: {differences}")
+    assert differences.pop("first") <= 1e-6
+    assert max(differences.values()) <= 1e-4
+    for step, (ours, expected) in enumerate(zip(run.metrics, flat.metrics, strict=True)):
+        for key in METRICS:
+            if step or key != "rewards/accuracies":  # at first all margins are 0 but for rounding
+                assert ours[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.parametrize("reference", ["model", "file"])
+def test_a_killed_run_on_several_answers_continues(reference):
+    folder = copy_of_data(answers_data()[0])
+    options = [*arguments({}, folder=folder, steps=4), "--checkpoint.interval", "2", "--magi.dpo.reference", reference]
+    options += ["--validation.no-enable"]
+    whole = dpo(1, options)
+    killed = new_folder()
+    dpo(1, [*options, "--job.dump_folder", killed], setup=report_saved, until=saved)
+    resumed = dpo(1, [*options, "--job.dump_folder", killed])
+    assert resumed.losses == whole.losses[2:]
+    assert resumed.grad_norms == whole.grad_norms[2:]
+
+
+def test_the_reference_file_of_several_answers_has_a_column_for_each_pair():
+    """Whoever reads the pairs; those of a record in their order, and zeros behind the last."""
+    tables = []
+    for degrees in ({}, {"dp": 2}):
+        folder = copy_of_data(answers_data()[0])
+        options = arguments(degrees, folder=folder, global_batch_size=PACKS["whole"], steps=1)
+        options += ["--validation.no-enable", "--checkpoint.load_only", *FILE]
+        dpo(math.prod(degrees.values()), options)
+        tables.append(np.load(folder / "pairs.jsonl.reference.npz")["logprobs"])
+    table, other = tables
+    lines = (answers_data()[0] / "pairs.jsonl").read_text().splitlines()
+    numbers = [len(json.loads(line)["completions"]) - 1 for line in lines]
+    assert table.shape == (len(numbers), 2 * max(numbers))
+    np.testing.assert_allclose(other, table, rtol=1e-6)
+    for row, count in zip(table, numbers, strict=True):
+        assert (row[: 2 * count] < 0).all()
+        assert not row[2 * count :].any()
+        np.testing.assert_allclose(row[: 2 * count : 2], row[0], rtol=1e-6)  # of each the best is chosen
+        assert len(np.unique(row[1 : 2 * count : 2])) == count

@@ -16,6 +16,7 @@ from support.hf_loop import (
     PAIR_SEQ_LEN,
     SEQ_LEN,
     Training,
+    answers_file,
     end_with_the_turn,
     pairs_file,
     train_dpo,
@@ -214,6 +215,17 @@ def test_every_loss_of_pairs_is_that_of_trl(loss, shared_prompt, degrees, option
     arguments += [f"--magi.dpo.{'' if shared_prompt else 'no-'}shared_prompt", *LOSSES[loss][0].split()]
     trls = expected("dpo", "llama", loss, shared_prompt)
     assert_trains_as(trls, "dpo", "llama", degrees, *arguments, *options.split())
+
+
+ANSWERS = [("llama", 4, {"cp": 2}, ""), ("llama", 8, {"dp": 2}, STORED), ("llama", 8, {"tp": 2, "cp": 2}, ACCUMULATED)]
+ANSWERS += [("qwen3_5", 4, {"cp": 2}, "")] if IS_0_3 else []
+
+
+@pytest.mark.parametrize(("name", "num_answers", "degrees", "options"), ANSWERS)
+def test_dpo_of_several_answers_is_that_of_trl_on_each_pair(name, num_answers, degrees, options):
+    trls = expected("dpo", name, "sigmoid", True, path=answers_file(num_answers))
+    path = shutil.copy(answers_file(num_answers), new_folder())
+    assert_trains_as(trls, "dpo", name, degrees, "--training.dataset_path", path, *options.split())
 
 
 def test_models_differ_by_more_than_the_tolerances():

@@ -32,7 +32,7 @@ class DPO:
     beside it, with ".validation" in its name. Several models on the same pairs need a path each."""
 
     shared_prompt: bool = True
-    """Compute each prompt once, with chosen and rejected both attending to it. false: two documents, each with the
+    """Compute each prompt once, with all its answers attending to it. false: each answer is a document with the
     prompt."""
 
 
