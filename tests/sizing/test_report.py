@@ -376,6 +376,15 @@ def write_pairs(folder):
     return lengths
 
 
+@pytest.mark.parametrize("pairs", [[[0, 1], [0, 2]], [[0, 1], [2, 3]]])
+def test_several_pairs_of_a_record_are_one_line(tmp_path, pairs):
+    write_data_set(tmp_path)
+    record = {"prompt": words(100), "completions": [words(number) for number in (30, 20, 10, 5)], "pairs": pairs}
+    write_jsonl(tmp_path / "pairs.jsonl", [record])
+    with pytest.raises(ValueError, match=r"^the data has records with several pairs, .*; give each pair as a record$"):
+        sample_packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 1, tokenizer=tmp_path, pairs=True)
+
+
 def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, size):
     lengths = write_pairs(tmp_path)
     (pack,) = sample_packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 2, tokenizer=tmp_path, pairs=True)

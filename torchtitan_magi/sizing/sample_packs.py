@@ -213,7 +213,7 @@ def _lengths(inputs: dict[str, Any]) -> Int64Array:
 def _lengths_of_pairs(inputs: dict[str, Any]) -> Int64Array:
     """[n, 3]: prompt, chosen and rejected. Raises ValueError for answers of several pairs."""
     start, end, shared = inputs["documents"].astype(np.int64).T
-    if len(start) != 2 * len(inputs["pairs"]):
+    if len(start) != 2 * len(inputs["pairs"]) or shared[::2].any():
         raise ValueError("the data has records with several pairs, which are not predicted; give each pair as a record")
     first, second = (end - start).reshape(-1, 2).T
     prompt = shared[1::2]

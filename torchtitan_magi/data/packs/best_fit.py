@@ -49,13 +49,13 @@ class PackingCounts:
     `tokens_read == tokens + shared_tokens + truncated_tokens + tokens_left_out`.
     """
 
-    documents: int = 0  # records read: documents or preference pairs
+    documents: int = 0  # records read: documents, or prompts with preference pairs
     tokens_read: int = 0  # positions of these records before truncation
     truncated: int = 0  # documents or pairs cut to seq_len
     truncated_tokens: int = 0  # positions removed by truncation
     split: int = 0  # documents cut into several pieces
-    extra_pieces: int = 0  # pieces of split documents, and answers of a record, beyond the first
-    unlabeled: int = 0  # pieces left out because they have no label
+    extra_pieces: int = 0  # pieces, answers and pairs left out of a record, beyond the first
+    unlabeled: int = 0  # pieces and pairs left out because they have no label
     skipped: int = 0  # malformed records left out
     equal: int = 0  # pairs left out because chosen and rejected have equal tokens, before or after truncation
     long_prompts: int = 0  # pairs left out because their prompt leaves no room for both completions
