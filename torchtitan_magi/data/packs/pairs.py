@@ -26,6 +26,7 @@ answers.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -81,13 +82,15 @@ class PairPieces:
 
     def tokens(self, piece: int) -> TokenizedPairs:
         """The prompt of a piece, its answers as far as they are kept, and its pairs of these."""
-        block, pairs, prompt = self.block, self.pairs(piece), int(self.block.firsts[self.pieces.index[piece]])
-        used, first, place = np.unique(self.answers[pairs], return_index=True, return_inverse=True)
-        begins, sizes = block.bounds[prompt + 1 + used].tolist(), self.kept[pairs].ravel()[first].tolist()
+        block, pairs, index = self.block, self.pairs(piece), self.pieces.index[piece]
+        begin, *begins = block.bounds[slice(*block.firsts[index : index + 2])].tolist()
+        answers = self.answers[pairs].tolist()
+        kept = dict(zip(chain(*answers), chain(*self.kept[pairs].tolist()), strict=True))
+        place = {answer: number for number, answer in enumerate(sorted(kept))}
         return TokenizedPairs(
-            block.tokens[slice(*block.bounds[prompt : prompt + 2].tolist())],
-            tuple(block.document(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)),
-            tuple((chosen, rejected) for chosen, rejected in place.reshape(-1, 2).tolist()),
+            block.tokens[begin : begins[0]],
+            tuple(block.document(begins[answer], begins[answer] + kept[answer]) for answer in place),
+            tuple((place[chosen], place[rejected]) for chosen, rejected in answers),
         )
 
 
