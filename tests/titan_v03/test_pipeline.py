@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.degrees import degree_arguments, num_processes
 from support.errors import run_ends
-from support.hf_loop import EPS, pairs_file
+from support.hf_loop import EPS, answers_file, pairs_file
 from support.hf_models import hf_arguments, make_hf_folder
 from support.runs import TrainingError, corpus, new_folder, train, watch
 from support.trees import trees_file
@@ -170,18 +170,19 @@ def test_experts_are_read_under_hsdp_and_compile_for_packs_of_training_and_of_va
     check(run(degrees, *options.split(), *with_validation(), kind="qwen3_moe"), alone("qwen3_moe"))
 
 
-def pairs():
-    return ["--training.dataset", "dpo", "--training.dataset_path", str(pairs_file())]
+def pairs(num_answers=2):
+    path = pairs_file() if num_answers == 2 else answers_file(num_answers)
+    return ["--training.dataset", "dpo", "--training.dataset_path", str(path)]
 
 
 @functools.cache
-def dpo_alone():
-    return run({}, *pairs())
+def dpo_alone(num_answers):
+    return run({}, *pairs(num_answers))
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 2, "cp": 2}, {"tp": 2}])
-def test_the_frozen_copy_of_dpo_is_laid_out_like_the_policy(degrees):
-    one, found = dpo_alone(), run(degrees, *pairs())
+@pytest.mark.parametrize(("degrees", "num_answers"), [({"pp": 2, "cp": 2}, 2), ({"tp": 2}, 2), ({"pp": 2, "cp": 2}, 4)])
+def test_the_frozen_copy_of_dpo_is_laid_out_like_the_policy(degrees, num_answers):
+    one, found = dpo_alone(num_answers), run(degrees, *pairs(num_answers))
     check(found, one)
     assert found.accuracies == one.accuracies
     assert found.losses[0] == pytest.approx(math.log(2), rel=1e-6)

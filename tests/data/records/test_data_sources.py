@@ -16,6 +16,7 @@ from support.streams import abort
 
 from torchtitan_magi.data import Corpus, guard
 from torchtitan_magi.data.records import tables
+from torchtitan_magi.data.records.formats import parse_pair
 from torchtitan_magi.data.records.jsonl import JsonlFile
 
 datasets = pytest.importorskip("datasets")
@@ -450,6 +451,20 @@ def test_json_text_in_a_column_is_checked_as_a_line(tmp_path):
     words = ["not JSON", "half of a surrogate pair", "comes twice", "nested too deeply"]
     assert all(word in str(error) for word, error in zip(words, malformed, strict=True))
     assert good == {"text": 3}
+
+
+def test_answers_in_pairs_come_from_tables(tmp_path):
+    """Where a column has null for what a record lacks."""
+    scored = [{"completion": "a", "score": 1}, {"completion": "b", "score": 2.5}]
+    given = {"prompt": "q", "completions": [{"completion": "a"}, {"completion": "b"}], "pairs": [[1, 0]]}
+    records = [{"prompt": "q", "completions": scored}, given]
+    pq.write_table(pa.Table.from_pylist([{"pairs": None} | record for record in records]), tmp_path / "a.parquet")
+    corpus = Corpus(tmp_path / "a.parquet", parse=parse_pair)
+    assert corpus.read(0) == [parse_pair(record) for record in records]
+    renamed = pa.table({"question": ["q"], "answers": [["a", "b"]], "messages": ["x"], "best": [[[0, 1]]]})
+    pq.write_table(renamed, tmp_path / "b.parquet")
+    (record,) = Corpus(f"{tmp_path}/b.parquet?prompt=question&completions=answers&pairs=best", parse=parse_pair).read(0)
+    assert record == parse_pair({"prompt": "q", "completions": ["a", "b"], "pairs": [[0, 1]]})
 
 
 def test_a_table_that_changes_is_named(tmp_path):
