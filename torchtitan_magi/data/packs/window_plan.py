@@ -38,7 +38,7 @@ class Pieces:
     """Pieces cut from the records of a block, which are packed: documents, cuts of long ones, or preference pairs.
 
     index: int64 [n], the record's index in its block; start: int64 [n], first position within its document, or behind
-    the first token of its first one; length: int64 [n], positions.
+    the first token of its first one, or the number of its first pair; length: int64 [n], positions.
     """
 
     index: np.ndarray

@@ -20,7 +20,7 @@ from torchtitan_magi.planning.plan import AttnPlan
 
 MICROBATCH = "microbatch"  # its key beside "input" in the dict that torchtitan's Trainer hands on
 Batch = tuple[dict[str, Any], Tensor]  # "input" and MICROBATCH; labels
-# the rest is for the model
+# what is not for the model
 _FROM_LOADERS = ("input", "documents", "records", "label_weights", "pairs", "pair_ids", "pair_numbers")
 
 
@@ -31,8 +31,8 @@ class Microbatch:
     Args:
         tokens: int64 [batch, seq_len], the rows planned as one pack.
         labels: int64 [batch, seq_len]; None where nobody asks for them.
-        branches: int64 [n, 3], the documents over the flattened batch, see ``prefix_trees``; with
-            preference pairs the answers.
+        branches: int64 [n, 3], the documents over the flattened batch, or answers with their prompts, see
+            ``prefix_trees``.
         records: int64, the number of each document's or pair's record in the data set; None where nobody has counted
             records.
         model_inputs: what the model is called with besides: "positions", int32 [batch, seq_len], if they are not to run
