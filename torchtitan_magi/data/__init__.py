@@ -3,6 +3,7 @@
 from torchtitan_magi.data.packs.best_fit import PackingCounts, pack_best_fit
 from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset, collate_packs
 from torchtitan_magi.data.packs.pairs import PackedPairDataset
+from torchtitan_magi.data.packs.rollouts import PackedRolloutDataset, group_advantages
 from torchtitan_magi.data.packs.sft import PackedSFTDataset
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.records.jsonl import JsonlFile
@@ -17,6 +18,7 @@ __all__ = [
     "JsonlFile",
     "PackedDataset",
     "PackedPairDataset",
+    "PackedRolloutDataset",
     "PackedSFTDataset",
     "PackingCounts",
     "RecordFile",
@@ -24,5 +26,6 @@ __all__ = [
     "TokenizedDocument",
     "TokenizedPair",
     "collate_packs",
+    "group_advantages",
     "pack_best_fit",
 ]

@@ -1,4 +1,4 @@
-"""What our Trainer does beside torchtitan's: SFT per token or per document, and DPO, by an ``Objective``."""
+"""What our Trainer does beside torchtitan's: SFT, DPO and policy gradients, by an ``Objective``."""
 
 import os
 import time
@@ -22,6 +22,7 @@ from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.lora import log_trainable
 from torchtitan_magi.training.objectives.objective import SFT, Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
+from torchtitan_magi.training.objectives.policy_gradient import PolicyGradient
 from torchtitan_magi.training.objectives.reference_file import reference_file
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
 from torchtitan_magi.training.process.groups import data_parallel_place, group_of
@@ -29,7 +30,7 @@ from torchtitan_magi.training.process.last_line import stopped, told_on_signal
 from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
-from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
 
 TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
 
@@ -154,6 +155,9 @@ class ObjectiveTrainer:
 
     def _make_objective(self, section: Any) -> Objective:
         magi = self.job_config.magi
+        if section.dataset == ROLLOUTS_DATASET:
+            loss_group = group_of(self.parallel_dims, "loss")
+            return PolicyGradient(self.model, magi.rollouts, self.reference_model, loss_group)
         if section.dataset != DPO_DATASET:
             return SFT(self.model, magi.loss_per)
         groups = group_of(self.parallel_dims, "cp"), group_of(self.parallel_dims, "batch")

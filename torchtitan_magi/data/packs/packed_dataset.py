@@ -72,7 +72,8 @@ class PackedDataset(IterableDataset, Stateful):
             - `window_blocks` (32): size of the windows whose records are packed together, in blocks of 4 MiB of text; a
               larger window packs tighter and takes more memory and time before the first item;
             - `share_prefixes` (False): whether records of a window that begin with the same tokens are packed as a
-              tree; for documents.
+              tree; for documents;
+            - `share_labels` (True): whether trees may have labels in what they share.
 
     Raises ValueError for arguments out of range, for records files that are missing or empty and for malformed records;
     while iterating, when no record holds a label or a chat template refuses one, and when tokens cannot be kept. Works
@@ -80,6 +81,7 @@ class PackedDataset(IterableDataset, Stateful):
     """
 
     bounds_name: ClassVar[str]  # "documents" or "pairs"
+    kind: ClassVar[str]  # of records, see `TokenBlock.of`
 
     @staticmethod
     @abstractmethod
@@ -115,9 +117,9 @@ class PackedDataset(IterableDataset, Stateful):
         if folder is not None:
             options = self.options
             name = f"{self.records.fingerprint} {options.seed} {options.shuffle} {options.weighted}"
-            return TokenCache(Path(folder), self.records, self.tokenizer, self.bounds_name, name)
-        batch = getattr(self.tokenizer, self.bounds_name, None) or functools.partial(_attempt_each, tokenize)
-        return TokenizedHere(self.records, batch, self.bounds_name)
+            return TokenCache(Path(folder), self.records, self.tokenizer, self.kind, name)
+        batch = getattr(self.tokenizer, self.kind, None) or functools.partial(_attempt_each, tokenize)
+        return TokenizedHere(self.records, batch, self.kind)
 
     @abstractmethod
     def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
@@ -264,7 +266,7 @@ class PackedDataset(IterableDataset, Stateful):
         options, sources = self.options, self.records.sources
         return {
             "packing": PACKING_VERSION,
-            "kind": self.bounds_name,
+            "kind": self.kind,
             "records": self.records.fingerprint,
             "weights": self._stream.weights,
             "records of the sources": [len(source) for source in sources] if options.weighted else [],

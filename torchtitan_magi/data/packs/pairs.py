@@ -108,7 +108,7 @@ class PackedPairDataset(PackedDataset):
     if its prompt leaves no room for a label of each completion, or if its completions have equal tokens.
     """
 
-    bounds_name = "pairs"
+    bounds_name = kind = "pairs"
     parse = staticmethod(parse_pair)
 
     def __init__(self, *args: Any, shared_prompt: bool = True, **options: Any):

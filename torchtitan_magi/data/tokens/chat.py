@@ -184,6 +184,13 @@ class ChatTokenizer:
         encoded = iter(self._encode(texts()))
         return [_document_of(record, [*islice(encoded, n)]) for record, n in zip(records, sizes, strict=True)]
 
+    def rollouts(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedAnswers | ValueError]:
+        """Tokenizes a batch of rollouts, as `documents` does. Token ids are taken as they are."""
+        texts = [attempt(self._render_answers, record) for record in records]
+        encoded = iter(self._encode(text for of_one in texts if not isinstance(of_one, ValueError) for text in of_one))
+        documents = [t if isinstance(t, ValueError) else [*islice(encoded, len(t))] for t in texts]
+        return [attempt(_rollouts_of, record, found) for record, found in zip(records, documents, strict=True)]
+
     def pairs(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedPair | ValueError]:
         """Tokenizes a batch of preference pairs, as `documents` does."""
         rendered = (attempt(self._render_pair, record) for record in records)
@@ -220,6 +227,13 @@ class ChatTokenizer:
         if "completions" in record:
             return [self._render(record, record["prompt"] + completion) for completion in record["completions"]]
         return [self._render(record, record["messages"])]
+
+    def _render_answers(self, record: dict[str, Any]) -> "list[_Text]":
+        """Of rollouts; none of those that are token ids."""
+        if "prompt_ids" in record:
+            return []
+        prompt = record["prompt"]
+        return [self._render(record, prompt + answer, len(prompt)) for answer in record["completions"]]
 
     def _render_pair(self, record: dict[str, Any]) -> list["_Text"]:
         prompt = record["prompt"]
@@ -294,6 +308,41 @@ def _document_of(record: Any, documents: list[TokenizedDocument | ValueError]) -
     if len(good) < len(documents):
         return next(document for document in documents if isinstance(document, ValueError))
     return TokenizedAnswers(tuple(good), tuple(record["weights"])) if "completions" in record else good[0]
+
+
+def _rollouts_of(record: dict[str, Any], encoded: list[TokenizedDocument | ValueError]) -> TokenizedAnswers:
+    """The tokens of a prompt's answers. encoded: of their texts; empty where the record has token ids."""
+    for document in encoded:
+        if isinstance(document, ValueError):
+            raise document
+    documents = [document for document in encoded if isinstance(document, TokenizedDocument)]
+    if "prompt_ids" in record:
+        prompt = record["prompt_ids"]
+        for answer, mask in zip(record["completions"], record["masks"], strict=True):
+            learned = np.array([0] * len(prompt) + ([1] * len(answer) if mask is None else mask), bool)
+            documents.append(TokenizedDocument(np.array(prompt + answer, np.int32), learned))
+    logprobs = [
+        _at_tokens(f"completions[{number}]", document, given, record)
+        for number, (document, given) in enumerate(zip(documents, record["logprobs"], strict=True))
+        if given is not None
+    ]
+    return TokenizedAnswers(tuple(documents), tuple(record["values"]), record["rewarded"], tuple(logprobs))
+
+
+def _at_tokens(name: str, document: TokenizedDocument, given: list[float], record: dict[str, Any]) -> np.ndarray:
+    """float32 [n]: the log-probabilities of the tokens that were sampled, NaN elsewhere."""
+    where = np.flatnonzero(document.loss_mask)
+    if "prompt_ids" in record:
+        where = np.arange(len(record["prompt_ids"]), len(document.tokens))
+    if len(given) != len(where):
+        raise ValueError(
+            f"{name} has {len(given)} logprobs for {len(where)} tokens; give one for each token, best beside "
+            '"prompt_ids" and "completion_ids", which are taken as they were sampled'
+        )
+    found = np.full(len(document.tokens), np.nan, np.float32)
+    found[where] = given
+    found[~document.loss_mask] = np.nan
+    return found
 
 
 class _Text(NamedTuple):

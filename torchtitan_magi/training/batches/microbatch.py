@@ -20,7 +20,16 @@ from torchtitan_magi.planning.plan import AttnPlan
 
 MICROBATCH = "microbatch"  # its key beside "input" in the dict that torchtitan's Trainer hands on
 Batch = tuple[dict[str, Any], Tensor]  # "input" and MICROBATCH; labels
-_FROM_LOADERS = ("input", "documents", "pairs", "records", "pair_ids", "label_weights")  # the rest is for the model
+_FROM_LOADERS = (
+    "input",
+    "documents",
+    "pairs",
+    "records",
+    "pair_ids",
+    "label_weights",
+    "advantages",
+    "behaviour",
+)  # the rest is for the model
 
 
 @dataclass(eq=False)
@@ -39,6 +48,9 @@ class Microbatch:
         has_pairs: whether branches are those of preference pairs.
         label_weights: float64 [batch, 2, seq_len], what each label weighs in a mean over labels and in one over
             documents, where several documents may share it; None: all in a document weigh the same.
+        advantages: float32 [n], of each branch, where these are sampled answers.
+        behaviour: float32 [batch, seq_len], the log-probability of each of their labels under the policy that sampled
+            it; NaN where it is not known.
 
     Attributes:
         plans: one for each kind of layers; indices: this rank's index data of each, on the host.
@@ -54,6 +66,8 @@ class Microbatch:
     model_inputs: dict[str, Any]
     has_pairs: bool = False
     label_weights: Tensor | None = None
+    advantages: npt.NDArray[np.float32] | None = None
+    behaviour: Tensor | None = None
     plans: tuple[AttnPlan, ...] = ()
     indices: tuple[IndexData, ...] = ()
     labelled: Tensor | None = None
@@ -77,7 +91,8 @@ class Microbatch:
             given = inputs.get("documents")
             branches = branches_of_documents(documents_from_eos(inputs["input"], eos_id) if given is None else given)
         records, weights = inputs.get("records", inputs.get("pair_ids")), inputs.get("label_weights")
-        return cls(inputs["input"], labels, branches, records, model_inputs, has_pairs, weights)
+        sampled = inputs.get("advantages"), inputs.get("behaviour")
+        return cls(inputs["input"], labels, branches, records, model_inputs, has_pairs, weights, *sampled)
 
     @functools.cached_property
     def nodes(self) -> Nodes:
@@ -115,7 +130,8 @@ class Microbatch:
     def digest(self) -> int:
         """63 bits that stand for tokens, labels and documents, by which ranks tell whether they have the same."""
         digest = hashlib.blake2b(digest_size=8)
-        for array in (self.tokens, self.labels, self.branches, self.label_weights):
+        more = self.label_weights, self.advantages, self.behaviour
+        for array in (self.tokens, self.labels, self.branches, *more):
             if array is not None:
                 digest.update(np.asarray(array).tobytes())
         return int.from_bytes(digest.digest()) >> 1
