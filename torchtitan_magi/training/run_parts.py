@@ -8,6 +8,7 @@ import torch
 from torchtitan_magi.linear.choose import check_heads
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.shapes import heads_of_rank
+from torchtitan_magi.training.batches.given_rollouts import given_rollouts
 from torchtitan_magi.training.batches.pack_loader import build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
@@ -92,6 +93,8 @@ class RunParts:
         """
         if section.dataset not in OUR_DATASETS:
             return self._planned(stock())
+        if not section.dataset_path:
+            return self._planned(given_rollouts(section, *place, self.tokenizer, self.job_config))
         loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
         self.sections = sections
         set_run_length(sections, self.job_config, loader)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support.grpo import HIGH, LOW, train_grpo
 from support.hf_loop import ARGUMENTS, STEPS, end_with_the_turn
 from support.hf_models import hf_arguments, make_hf_folder
 from support.rollouts import rollouts_file
-from support.runs import IS_0_3, new_folder, train
+from support.runs import IS_0_3, TrainingError, new_folder, train
 
 from torchtitan_magi.data import PackedRolloutDataset
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
@@ -91,3 +92,54 @@ def test_it_is_the_training_of_answers_by_themselves(model, kind, degrees):
     assert all(math.isfinite(value) for value in last.values() if isinstance(value, float))
     if kind == "on_policy":
         assert last["policy/ratio"] == 1
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    options = ["--checkpoint.interval", "2"]
+    whole = trained("llama", "kl", {"cp": 2}, *options, folder=tmp_path)
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / "checkpoint" / f"step-{step}")
+    rest = trained("llama", "kl", {"cp": 2}, *options, folder=tmp_path)
+    assert rest.losses == whole.losses[2:]
+    assert rest.grad_norms == whole.grad_norms[2:]
+    shutil.rmtree(tmp_path / "checkpoint" / "step-5")
+    with pytest.raises(TrainingError, match="on_policy = False, this run has True; resume with the same value"):
+        trained("llama", "kl", {"cp": 2}, "--magi.rollouts.on_policy", *options, folder=tmp_path)
+
+
+@pytest.mark.skipif(not IS_0_3, reason="torchtitan 0.3 has pipelines and adapters here")
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"cp": 2}])
+def test_pipelines_and_adapters(degrees):
+    more = ["--magi.lora.rank", "4"] if "cp" in degrees else ["--training.local_batch_size", "2"]
+    more += ["--training.steps", "3"]
+    run, alone = (
+        trained("llama", "kl", degrees, *more),
+        trained("llama", "kl", {}, *(more if "cp" in degrees else more[2:])),
+    )
+    ours, theirs = ([values for _, values in found.of("metrics", len(found.events) - 1)] for found in (run, alone))
+    assert len(ours) == 3  # of the last stage
+    for one, other in zip(ours, theirs, strict=True):
+        for name in ("loss_metrics/global_avg_loss", "grad_norm", "policy/kl", "policy/ratio"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ("--magi.rollouts.clip_low 1.5", "magi.rollouts.clip_low is 1.5; use a number above 0"),
+        ("--magi.rollouts.beta=-1", "magi.rollouts.beta is -1.0; use a number of at least 0"),
+        ("--magi.rollouts.normalization dr_grpo", "max_length is 0 with normalization 'dr_grpo'; give the tokens"),
+        ("--magi.rollouts.max_length 100", "max_length is 100 with normalization 'dapo'; give the tokens"),
+        ("--magi.long_documents split", "long_documents is 'split', but answers cannot be split"),
+        ("--magi.positions pack", 'positions is "pack", but the answers to a prompt continue its positions'),
+        ("--magi.loss_per document", "it needs the documents of dataset 'sft'"),
+        ("--training.dataset_path=", "and so are the data; give the JSONL file"),
+        (
+            "--validation.enable --validation.dataset sft --validation.dataset_path x.jsonl",
+            "validate on what is trained, 'rollouts' or not",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(options, what):
+    with pytest.raises(TrainingError, match=what):
+        trained("llama", "dapo", {}, *options.split(" "))

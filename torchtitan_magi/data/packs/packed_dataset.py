@@ -48,7 +48,7 @@ class PackedDataset(IterableDataset, Stateful):
     without a pack get one of padding only (no boundaries, no labels).
 
     Args:
-        paths: sources of records, see `Corpus`.
+        paths: sources of records, see `Corpus`; or a corpus whose records are parsed by `parse`.
         tokenize: a `ChatTokenizer` or one of its methods `documents` and `pairs`; or a function record -> tokens, which
             raises ValueError for a record that it refuses. Pure, and picklable for workers. A state is loaded only if
             the tokenizer's `fingerprint` is equal.
@@ -90,7 +90,7 @@ class PackedDataset(IterableDataset, Stateful):
 
     def __init__(
         self,
-        paths: str | os.PathLike[str],
+        paths: str | os.PathLike[str] | Corpus,
         tokenize: Callable[..., Any],
         seq_len: int,
         dp_rank: int = 0,
@@ -105,7 +105,7 @@ class PackedDataset(IterableDataset, Stateful):
         self.options, self.seq_len = PackOptions(seq_len, **options), seq_len
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         self.tokenizer = getattr(tokenize, "__self__", tokenize)  # the object of a bound method
-        self.records = Corpus(paths, self.parse, token_cache)
+        self.records = paths if isinstance(paths, Corpus) else Corpus(paths, self.parse, token_cache)
         self.tokens = self._tokens(tokenize, token_cache)
         plans = None if token_cache is None else PlanCache(Path(token_cache))
         self._stream = PackStream(self.records, self.tokens, plans, self.make_pieces, self.options, self.identity)

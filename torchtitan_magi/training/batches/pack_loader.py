@@ -136,6 +136,17 @@ def warn_of_shorter_packs(length: int, of_training: int) -> None:
         )
 
 
+def chat_of(tokenizer: Any, job_config: Any) -> ChatTokenizer:
+    """The run's tokenizer with its chat template. Says, and keeps, which date a template prints."""
+    day = template_date(job_config.magi.template_date, job_config.job.dump_folder)
+    assets = job_config.model.hf_assets_path
+    chat = ChatTokenizer.from_assets(tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, assets, day)
+    if chat.prints_date:
+        keep_template_date(job_config.job.dump_folder, day)
+        logger.info(f"The chat template prints the date: {day}; another by magi.template_date")
+    return chat
+
+
 def build_dataloader(
     section: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, training: bool
 ) -> PackLoader:
@@ -158,15 +169,9 @@ def build_dataloader(
     warn_of_shorter_packs(section.seq_len, job_config.training.seq_len)
     packs_per_batch = section.local_batch_size * dp_world_size
     batches_per_step = max(1, section.global_batch_size // packs_per_batch) if training else 1
-    day = template_date(magi.template_date, job_config.job.dump_folder)
 
     def make() -> PackedDataset:
-        chat = ChatTokenizer.from_assets(
-            tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, job_config.model.hf_assets_path, day
-        )
-        if chat.prints_date:
-            keep_template_date(job_config.job.dump_folder, day)
-            logger.info(f"The chat template prints the date: {day}; another by magi.template_date")
+        chat = chat_of(tokenizer, job_config)
         shard = (section.seq_len, dp_rank, dp_world_size)
         options = {
             "seed": job_config.debug.seed or 0,

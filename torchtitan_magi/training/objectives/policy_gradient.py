@@ -66,7 +66,9 @@ class PolicyGradient(Objective):
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> RolloutBatch:
         batch: Microbatch = inputs[MICROBATCH]
-        assert batch.weights is not None and batch.behaviour is not None and batch.advantages is not None
+        assert batch.weights is not None
+        assert batch.behaviour is not None
+        assert batch.advantages is not None
         starts, ends, _ = batch.branches.T
         advantages = spread(starts, ends, batch.advantages, labels.numel(), 0.0).reshape(labels.shape)
         local = process(inputs, labels)

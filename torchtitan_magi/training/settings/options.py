@@ -43,8 +43,8 @@ class Rollouts:
 
     normalization: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """What the loss is a mean over: all tokens of a step ("dapo", arXiv 2503.14476), its answers, each by the mean over
-    its tokens ("grpo"), or its answers, each by the sum over its tokens / max_length ("dr_grpo", arXiv 2503.20783, which
-    does not divide rewards by their standard deviation either)."""
+    its tokens ("grpo"), or its answers, each by the sum over its tokens / max_length ("dr_grpo", arXiv 2503.20783,
+    which does not divide rewards by their standard deviation either)."""
 
     max_length: int = 0
     """Tokens that an answer could have when it was sampled, for normalization "dr_grpo"."""

@@ -62,7 +62,8 @@ def _check_section(job_config: Any, name: str, titans: Iterable[str]) -> None:
     if section.dataset not in (*OUR_DATASETS, *titans):
         known = ", ".join(map(repr, (*OUR_DATASETS, *titans)))
         raise ValueError(f"{name}.dataset is {quoted(section.dataset)}; use one of {known}")
-    if section.dataset in OUR_DATASETS and not section.dataset_path:
+    given_by_step = name == "training" and section.dataset == ROLLOUTS_DATASET  # by open_trainer
+    if section.dataset in OUR_DATASETS and not section.dataset_path and not given_by_step:
         raise ValueError(
             f"{name}.dataset_path is {quoted_path(section.dataset_path)}; give the JSONL file of dataset "
             f"{quoted(section.dataset)}, or all its sources in one string, separated by commas"
