@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan_magi.cuda.entries import open_folder, read_entry
 from torchtitan_magi.data import ChatTokenizer, Corpus, PackedPairDataset, PackedSFTDataset, TokenizedDocument, guard
-from torchtitan_magi.data.packs.packed_dataset import PackedDataset
+from torchtitan_magi.data.datasets.packed_dataset import PackedDataset
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE, load_chat_template

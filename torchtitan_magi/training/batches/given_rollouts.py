@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchtitan_magi.data import Corpus, PackedRolloutDataset, collate_packs
-from torchtitan_magi.data.packs.packed_dataset import Sample, padding_like
+from torchtitan_magi.data.datasets.packed_dataset import Sample, padding_like
 from torchtitan_magi.training.batches.pack_loader import chat_of
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedRolloutDataset, PackedSFTDataset, collate_packs
+from torchtitan_magi.data.datasets.packed_dataset import PackedDataset, Sample, padding_like
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.packed_dataset import PackedDataset, Sample, padding_like
 from torchtitan_magi.data.packs.window_plan import unreadable_state
 from torchtitan_magi.data.tokens.token_cache import default_folder
 from torchtitan_magi.machine import raise_open_files

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
+from torchtitan_magi.data.datasets.documents import cut_documents, lay_out_documents, parts_of
+from torchtitan_magi.data.datasets.packed_dataset import PackedDataset, Sample
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.documents import cut_documents, lay_out_documents, parts_of
-from torchtitan_magi.data.packs.packed_dataset import PackedDataset, Sample
 from torchtitan_magi.data.packs.prefix_trees import paths_of
 from torchtitan_magi.data.packs.stream import Pack
 from torchtitan_magi.data.packs.window_plan import Pieces

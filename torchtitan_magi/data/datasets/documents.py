@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_magi.data.datasets.packed_dataset import IGNORE_INDEX
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX
 from torchtitan_magi.data.packs.stream import Pack
 from torchtitan_magi.data.packs.window_plan import Pieces
 from torchtitan_magi.data.tokens.token_block import TokenBlock

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchtitan_magi.data.datasets.documents import cut_documents, lay_out_documents
+from torchtitan_magi.data.datasets.packed_dataset import PackedDataset, Sample
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.documents import cut_documents, lay_out_documents
-from torchtitan_magi.data.packs.packed_dataset import PackedDataset, Sample
 from torchtitan_magi.data.packs.stream import Pack
 from torchtitan_magi.data.packs.window_plan import Pieces
 from torchtitan_magi.data.records.rollout_format import parse_rollouts
