@@ -181,16 +181,16 @@ def part_row(model: str, tokens: int, wanted: float) -> Row:
     """Times of one part of a document."""
     inputs, dout = inputs_of(tokens, HEADS[model])
     of_part, lengths, kernels = Tokens(*(x.detach() for x in inputs)), [tokens], Kernels()
-    state = torch.randn(1, HEADS[model][1], HEAD_DIM, HEAD_DIM, device="cuda")
-    _, kept = kernels.start(of_part, lengths, SCALE).finish(None)
+    state = {0: torch.randn(HEADS[model][1], HEAD_DIM, HEAD_DIM, device="cuda")}
+    _, kept = kernels.start(of_part, lengths, SCALE).finish({})
 
-    def fwd(first: Tensor | None, mapped: list[int]) -> None:
+    def fwd(first: dict[int, Tensor], mapped: list[int]) -> None:
         started = kernels.start(of_part, lengths, SCALE, mapped)
         if mapped:
             started.maps()
         started.finish(first)
 
-    def bwd(first: Tensor | None, mapped: list[int]) -> None:
+    def bwd(first: dict[int, Tensor], mapped: list[int]) -> None:
         started = kernels.start_backward(of_part, lengths, SCALE, first, kept, dout, mapped)
         if mapped:
             started.state_grads()
@@ -199,9 +199,9 @@ def part_row(model: str, tokens: int, wanted: float) -> Row:
 
     runs = {
         "fwd": partial(fwd, state, [0]),
-        "whole_fwd": partial(fwd, None, []),
+        "whole_fwd": partial(fwd, {}, []),
         "bwd": partial(bwd, state, [0]),
-        "whole_bwd": partial(bwd, None, []),
+        "whole_bwd": partial(bwd, {}, []),
         "map": lambda: kernels.start(of_part, lengths, SCALE, [0]).maps(),
     }
     return {"model": model, "tokens": tokens} | {

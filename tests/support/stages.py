@@ -92,7 +92,7 @@ def fused_gdr_h(
             first = max(start, end - count * CHUNK_SIZE)
             if count:
                 ends[i, head] = rule(k, k, v, g, b, 1.0, first, end, None, only)[1][0, 0]
-            if count * CHUNK_SIZE >= end - start:
+            if 0 < end - start <= count * CHUNK_SIZE:
                 state = rule(k, k, nothing, g, b, 1.0, start, end, one[None, None], only)[1]
                 matrices[i, head] = state[0, 0]
     return None, ends, matrices
@@ -129,7 +129,7 @@ def aggregate_card_state(maps, matrices, is_whole, first, reverse=False, transpo
 
 def fused_gdr_fwd(q, k, v, a, g, b, scale, states, cu_seqlens=None, **_):
     outs = [
-        rule(q, k, v, g, b, scale, first, end, None if states is None else states[i : i + 1])[0]
+        rule(q, k, v, g, b, scale, first, end, None if states is None else states[i : i + 1].double())[0]
         for i, (first, end) in enumerate(itertools.pairwise(cu_seqlens.tolist()))
     ]
     return torch.cat(outs).to(v.dtype)[None], None, None
