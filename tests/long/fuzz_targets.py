@@ -130,7 +130,8 @@ ROLLOUTS = (
 RECORD_WORDS = words(
     '"messages" "conversations" "role" "content" "from" "value" "human" "gpt" "user" "assistant" "system" "tool" "text"'
     ' "prompt" "completion" "completions" "chosen" "rejected" "tools" "tool_calls" "function" "arguments" "weight"'
-    ' "prompt_ids" "completion_ids" "completion_mask" "logprobs" "advantage" "reward" "reasoning" "thinking" "reasoning_content" "chat_template_kwargs" "name" "type" "<|im_end|>"'
+    ' "prompt_ids" "completion_ids" "completion_mask" "logprobs" "advantage" "reward"'
+    ' "reasoning" "thinking" "reasoning_content" "chat_template_kwargs" "name" "type" "<|im_end|>"'
     ' "{\\"a\\":1}" "[[[" "\\udc00"'
 )
 
