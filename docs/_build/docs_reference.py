@@ -80,7 +80,8 @@ def magi_options(section: str) -> str:
     """A table of [magi], [magi.dpo], [magi.rollouts] or [magi.lora]."""
     from torchtitan_magi.training.settings import options
 
-    owner = {"magi": options.Magi, "magi.dpo": options.DPO, "magi.rollouts": options.Rollouts, "magi.lora": options.LoRA}[section]
+    owners = {"magi": options.Magi, "magi.dpo": options.DPO, "magi.lora": options.LoRA}
+    owner = (owners | {"magi.rollouts": options.Rollouts})[section]
     docs = option_docs(owner)
     rows = [(f"`{found.name}`", type_of(found), default_of(found), docs[found.name]) for found in options_of(owner)]
     return table(["option", "type", "default", "meaning"], rows)
