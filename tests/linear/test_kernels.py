@@ -1,8 +1,6 @@
 """What kernels do not take is named; their results are checked on GPUs by test_kernels_gpu.py."""
 
 import re
-import sys
-from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -54,18 +52,6 @@ def test_heads_gpus_and_packages_that_do_not_fit_are_named(monkeypatch):
     check_on((9, 0))
 
 
-@pytest.fixture
-def plain_stages(monkeypatch):
-    monkeypatch.setattr(kernels, "_library", lambda: stages)
-    for name, value in (("LONG", 10), ("SHORTEST", 1), ("BLOCKS", 16)):
-        monkeypatch.setattr(kernels, name, value)
-    for name, module in (("flash_qla", None), ("flash_qla.utils", None), ("flash_qla.utils.index", stages)):
-        monkeypatch.setitem(sys.modules, name, module or ModuleType(name))
-    kernels._fragments.cache_clear()
-    yield
-    kernels._fragments.cache_clear()
-
-
 @pytest.mark.parametrize("forgets", [0.01, 3.0, 20.0])
 @pytest.mark.parametrize(
     ("lengths", "mapped"),
@@ -80,8 +66,9 @@ def plain_stages(monkeypatch):
         ([2, 30, 3, 5, 13, 2], [3, 4]),
     ],
 )
-def test_stages_make_the_rule(plain_stages, lengths, mapped, forgets):
+def test_stages_make_the_rule(monkeypatch, lengths, mapped, forgets):
     """In both directions, with maps and states, of sequences with and without fragments. Gates are in float32."""
+    stages.stand_in(monkeypatch)
     *inputs, dout = layer_inputs(sum(lengths), (2, 4), (6, 6))
     tokens = Tokens(*inputs[:3], forgets * inputs[3].float().double(), inputs[4].float().double())
     both = torch.randn(2, len(lengths), 4, 6, 6, generator=torch.Generator().manual_seed(0)).double()
@@ -111,7 +98,8 @@ def test_stages_make_the_rule(plain_stages, lengths, mapped, forgets):
         ([17, 3, 9], [0, 1], [0, 8, 16, 17, 20, 28, 29], [0, 1, 2]),  # neighbours
     ],
 )
-def test_what_is_scanned_for_maps(plain_stages, lengths, mapped, rows, sequences):
+def test_what_is_scanned_for_maps(monkeypatch, lengths, mapped, rows, sequences):
+    stages.stand_in(monkeypatch)
     found = kernels.Fragments.of(lengths, mapped, 4, torch.device("cpu"), back=False)
     assert found.rows.tolist() == rows
     assert found.scanned == sequences

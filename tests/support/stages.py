@@ -1,15 +1,29 @@
 """FlashQLA's stages in plain torch: what each takes and gives, for tests of how we put them together."""
 
+import functools
 import itertools
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import torch
 
+from torchtitan_magi.linear import kernels
 from torchtitan_magi.linear.backend import Tokens
 from torchtitan_magi.linear.chunked import run
 
 CHUNK_SIZE, LONGEST = 4, 2  # tokens of a chunk, chunks of a fragment
 THRESHOLD = -40.0  # a gate that forgets what is left of e^-40
+
+
+def stand_in(monkeypatch):
+    """Takes FlashQLA's place; a mapped sequence is cut that has more than 10 tokens."""
+    monkeypatch.setattr(kernels, "_library", lambda: sys.modules[__name__])
+    for name, value in (("LONG", 10), ("SHORTEST", 1), ("BLOCKS", 16)):
+        monkeypatch.setattr(kernels, name, value)
+    monkeypatch.setattr(kernels, "_fragments", functools.cache(kernels._fragments.__wrapped__))
+    for name in ("flash_qla", "flash_qla.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_qla.utils.index", sys.modules[__name__])
 
 
 def prepare_varlen_metadata(cu_seqlens, _):
