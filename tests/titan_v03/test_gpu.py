@@ -1,5 +1,6 @@
 """Runs on GPUs with our kernel, beside the same runs on the CPU: the losses differ by the rounding of bfloat16.
 
+Those of Qwen3.5 compile the kernels of linear attention where TILELANG_CACHE_DIR has none, for minutes in each process.
 With torch 2.11, which lacks names that torchtitan 0.3 imports, put tests/titan_v03/stand_ins first in PYTHONPATH.
 """
 
