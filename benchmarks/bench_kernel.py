@@ -67,7 +67,7 @@ class Row:
     mask: str = ""  # ours: name in MASKS, and tokens of each document, for calibrate --fit
     lengths: str = ""
     build_ms: float = 0.0
-    # beside a histogram pack: ours on one causal document of 16k in the same turns, as clocks differ from case to case
+    # ours on the causal documents of `beside` in the same turns, as clocks differ from case to case
     causal_fwd_tflops: float = 0.0
     causal_bwd_tflops: float = 0.0
 
@@ -94,6 +94,23 @@ def histogram_packs(tokens: int) -> list[Case]:
 
 def local(tokens: int) -> tuple[Case, Case]:
     return Case("window 1024", one(tokens), "window"), Case("block causal 1024", one(tokens), "block")
+
+
+def trees(name: str, tokens: int, root: int, children: int, length: int) -> Case:
+    """As many trees as fit, each of a root and its children."""
+    lengths = [root, *[length] * children]
+    count = tokens // sum(lengths)
+    parents = [parent for i in range(count) for parent in (-1, *[i * len(lengths)] * children)]
+    return Case(name, (0, *np.cumsum(lengths * count).tolist()), "tree", tuple(parents))
+
+
+def beside(case: Case) -> tuple[int, ...] | None:
+    """cu_seqlens of causal documents that are timed in the same turns: one of 16k beside a histogram pack, beside trees
+    those of one length that see about as many pairs."""
+    if case.mask == "tree":
+        count = round(case.tokens**2 / (2 * case.slices().area))
+        return tuple(np.linspace(0, case.tokens, count + 1).astype(int).tolist())
+    return one(16 * K) if case.name in PACK_NAMES else None
 
 
 def lognormal_pack(tokens: int) -> tuple[int, ...]:
@@ -152,6 +169,11 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         *histogram_packs(256 * K),
     ),
     "variants": tuple(variants()),
+    "trees": (
+        trees("8k with 8 of 1k", 32 * K, 8 * K, 8, K),
+        trees("4k with 8 of 512", 32 * K, 4 * K, 8, 512),
+        trees("3k with 28 of 1k", 32 * K, 3 * K, 28, K),
+    ),
 }
 BY_DEFAULT = ("dense", "varlen", "packs", "window", "heads", "long")
 
@@ -160,9 +182,9 @@ Times = dict[str, float] | dict[str, Sustained]
 
 
 @functools.cache
-def yardstick() -> tuple[float, dict[str, Callable[[], object]]]:
-    """Ours on one causal document of 16k tokens: TFLOP of a forward, and the runs."""
-    case = Case("causal", one(16 * K))
+def yardstick(cu_seqlens: tuple[int, ...]) -> tuple[float, dict[str, Callable[[], object]]]:
+    """Ours on causal documents: TFLOP of a forward, and the runs."""
+    case = Case("causal", cu_seqlens)
     make = partial(torch.randn, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     q, k, v = (make(case.tokens, heads, case.dims[0]) for heads in (case.heads[0], case.heads[1], case.heads[1]))
     slices = case.slices()
@@ -227,13 +249,13 @@ def measure(case: Case, impls: list[str], ms: float, is_sustained: bool) -> Iter
             if len(results) > 1:
                 backwards[name] = partial(torch.autograd.grad, out, qkv, dout, retain_graph=True)
     del reference, results, out
-    timed_names, causal, is_pack = list(forwards), {}, case.name in PACK_NAMES and not is_sustained
-    if is_pack:
-        tflop, runs_of_causal = yardstick()
+    timed_names, causal, documents = list(forwards), {}, None if is_sustained else beside(case)
+    if documents:
+        tflop, runs_of_causal = yardstick(documents)
         forwards["causal"], backwards["causal"] = runs_of_causal["forward"], runs_of_causal["backward"]
     forward: Times = sustained(forwards, ms, can_replay=True) if is_sustained else take_turns(forwards, ms)
     backward: Times = sustained(backwards, ms) if is_sustained else take_turns(backwards, ms)
-    if is_pack:
+    if documents:
         causal = {
             "causal_fwd_tflops": round(1e3 * tflop / forward["causal"], 1),
             "causal_bwd_tflops": round(2.5e3 * tflop / backward["causal"], 1),
@@ -399,7 +421,7 @@ def main() -> None:
     for row in rows:
         if row.impl == "ours" and row.causal_fwd_tflops:
             forward, backward = row.fwd_tflops / row.causal_fwd_tflops, row.bwd_tflops / row.causal_bwd_tflops
-            print(f"{row.case:18s}{row.tokens:>8d}  {forward:.2f} / {backward:.2f} of causal 16k in the same turns")
+            print(f"{row.case:18s}{row.tokens:>8d}  {forward:.2f} / {backward:.2f} of causal documents, in turns")
     assert all(math.isfinite(row.fwd_tflops) for row in rows)
 
 

@@ -10,9 +10,6 @@ time is the GPU's, and the L2 cache is flushed. Host times are of issuing a call
 
 The ranks of a plan of several are timed one after the other on this GPU, without communication: maps that arrive are
 zeros. Their share is that of the whole pack's time / ranks, by the slowest one.
-
-What a cut document costs is timed apart, for one part in the middle: its map, and both directions with maps and states,
-beside those of a whole document of as many tokens.
 """
 
 import contextlib
@@ -34,7 +31,6 @@ from torch import Tensor
 import torchtitan_magi as magi
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.exchange.in_flight import Arrival
-from torchtitan_magi.linear.backend import Tokens
 from torchtitan_magi.linear.delta_rule import delta_rule
 from torchtitan_magi.linear.kernels import Kernels
 from torchtitan_magi.planning.document_parts import RankParts
@@ -177,38 +173,6 @@ def rank_row(model: str, tokens: int, kind: str, wanted: float) -> Row:
     return row
 
 
-def part_row(model: str, tokens: int, wanted: float) -> Row:
-    """Times of one part of a document."""
-    inputs, dout = inputs_of(tokens, HEADS[model])
-    of_part, lengths, kernels = Tokens(*(x.detach() for x in inputs)), [tokens], Kernels()
-    state = torch.randn(1, HEADS[model][1], HEAD_DIM, HEAD_DIM, device="cuda")
-    _, kept = kernels.start(of_part, lengths, SCALE).finish(None)
-
-    def fwd(first: Tensor | None, mapped: list[int]) -> None:
-        started = kernels.start(of_part, lengths, SCALE, mapped)
-        if mapped:
-            started.maps()
-        started.finish(first)
-
-    def bwd(first: Tensor | None, mapped: list[int]) -> None:
-        started = kernels.start_backward(of_part, lengths, SCALE, first, kept, dout, mapped)
-        if mapped:
-            started.state_grads()
-        started.prepare()
-        started.finish(first)
-
-    runs = {
-        "fwd": partial(fwd, state, [0]),
-        "whole_fwd": partial(fwd, None, []),
-        "bwd": partial(bwd, state, [0]),
-        "whole_bwd": partial(bwd, None, []),
-        "map": lambda: kernels.start(of_part, lengths, SCALE, [0]).maps(),
-    }
-    return {"model": model, "tokens": tokens} | {
-        f"{name}_ms": ms for name, ms in take_turns(runs, wanted, QUEUED).items()
-    }
-
-
 def share(rows: list[Row], field: str) -> str:
     """Ours as a share of FlashQLA's speed."""
     times = {row["impl"]: row[field] for row in rows}
@@ -247,18 +211,9 @@ def ranks_table(*results: dict[str, Any]) -> str:
     return table(["model", "tokens", "documents", "forward", "both", "share of forward", "share of both"], lines)
 
 
-def parts_table(*results: dict[str, Any]) -> str:
-    """Milliseconds of one part."""
-    rows = [row for found in results for row in found["parts"]]
-    fields = ["map_ms", "fwd_ms", "whole_fwd_ms", "bwd_ms", "whole_bwd_ms"]
-    columns = ["map alone", "forward with map", "of a whole document", "backward with map", "of a whole document"]
-    lines = [[row["model"], thousands(row["tokens"]), *(f"{row[field]:.2f}" for field in fields)] for row in rows]
-    return table(["model", "tokens", *columns], lines)
-
-
 PARTS = {
     "linear-layers": part(layers_table, "linear_h200"),
-    "linear-parts": part(parts_table, "linear_h200"),
+    "linear-ranks": part(ranks_table, "linear_ranks_h200"),
 }
 
 
@@ -270,7 +225,7 @@ def main() -> None:
     parser.add_argument("--wanted", type=float, default=25, help="ms for which each implementation is timed")
     arguments = parser.parse_args()
     figures: dict[str, Any] = facts_of_run(arguments.commit) | {"libraries": versions()}
-    figures |= {"ranks": []} if arguments.ranks else {"layers": [], "parts": []}
+    figures |= {"ranks" if arguments.ranks else "layers": []}
     for model in arguments.models:
         for tokens in arguments.tokens:
             for kind in PACKS:
@@ -278,11 +233,8 @@ def main() -> None:
                     figures["ranks"].append(rank_row(model, tokens, kind, arguments.wanted))
                 else:
                     figures["layers"] += layer_rows(model, tokens, kind, arguments.wanted)
-            if not arguments.ranks:
-                figures["parts"].append(part_row(model, tokens // 4, arguments.wanted))
             save(figures, arguments.output)
-    tables = [ranks_table] if arguments.ranks else [layers_table, parts_table]
-    print(*(made(figures) for made in tables), sep="\n\n")
+    print((ranks_table if arguments.ranks else layers_table)(figures))
 
 
 if __name__ == "__main__":

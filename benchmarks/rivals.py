@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_magi import flex_flash_attn
-from torchtitan_magi.masks.builders import block_causal, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.builders import block_causal, sliding_window, tree_causal, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q [T, Hq, D], k [T, H, D], v [T, H, Dv]
@@ -19,11 +19,12 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q [T, Hq, D], k [T,
 
 @dataclass(frozen=True)
 class Case:
-    """Documents of one pack and how their tokens see each other."""
+    """Documents of one pack, or nodes of trees of them, and how their tokens see each other."""
 
     name: str
     cu_seqlens: tuple[int, ...]
-    mask: str = "causal"  # or "full", "window", "block"
+    mask: str = "causal"  # or "full", "window", "block", "tree"
+    parents: tuple[int, ...] = ()  # of the nodes of trees, -1 for none
     heads: tuple[int, int] = (64, 8)  # of queries, of keys and values
     dims: tuple[int, int] = (128, 128)  # columns of queries and keys, of values
     width: int = 1024  # tokens of a window or a block
@@ -43,6 +44,8 @@ class Case:
         return not self.softcap and not self.sinks
 
     def slices(self) -> AttnSlices:
+        if self.mask == "tree":
+            return tree_causal(np.diff(self.cu_seqlens), self.parents)
         if self.mask in ("window", "block"):
             return {"window": sliding_window, "block": block_causal}[self.mask](self.cu_seqlens, self.width)
         return {"causal": varlen_causal, "full": varlen_full}[self.mask](self.cu_seqlens)
@@ -78,7 +81,7 @@ def cudnn(case: Case) -> Attention | None:
 
 
 def torch_varlen(case: Case) -> Attention | None:
-    if case.mask == "block" or not case.is_plain or case.dims[0] > 128:
+    if case.mask in ("block", "tree") or not case.is_plain or case.dims[0] > 128:
         return None
     from torch.nn.attention.varlen import varlen_attn
 
@@ -88,7 +91,7 @@ def torch_varlen(case: Case) -> Attention | None:
 
 
 def flex(case: Case) -> Attention | None:
-    if not case.is_plain:
+    if case.mask == "tree" or not case.is_plain:
         return None
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -117,7 +120,7 @@ def flex(case: Case) -> Attention | None:
 
 def flash_attention_3(case: Case) -> Attention | None:
     """The forward only, from the wheel fa3-fwd if it is installed."""
-    if case.mask == "block" or case.sinks:
+    if case.mask in ("block", "tree") or case.sinks:
         return None
     try:
         import fa3_fwd._C  # noqa: F401

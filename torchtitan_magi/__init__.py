@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchtitan_magi.masks.slices import AttnSlices
     from torchtitan_magi.planning.cost_model import CostModel, Heads
     from torchtitan_magi.planning.plan import AttnPlan, make_plan, make_plans
+    from torchtitan_magi.train import open_trainer
 
 __all__ = [
     "AttnPlan",
@@ -34,6 +35,7 @@ __all__ = [
     "gated_delta_rule",
     "make_plan",
     "make_plans",
+    "open_trainer",
     "shared_prompt",
     "sliding_window",
     "tree_causal",
@@ -50,6 +52,7 @@ _HOMES = (
     "attention.dispatch",
     "attention.api",
     "linear.api",
+    "train",
 )
 
 

@@ -23,9 +23,43 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan_magi.training.process.error_file import recorded
+
+if TYPE_CHECKING:
+    from torchtitan_magi.training.rollout_trainer import RolloutTrainer
+
+
+@contextmanager
+def open_trainer(arguments: Sequence[str]) -> "Iterator[RolloutTrainer]":
+    """A run that this program leads, in each process that torchrun starts: rollouts in, steps out.
+
+        with open_trainer(["--job.config_file", "rl.toml"]) as trainer:
+            while trainer.step < trainer.num_steps:
+                rollouts = sample(...) if trainer.is_first_rank else None
+                metrics = trainer.train_step(rollouts)
+
+    It starts as the command does, from the last checkpoint if there is one.
+
+    Args:
+        arguments: of the command line; training.dataset is "rollouts" and training.dataset_path left out.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    from torchtitan_magi.titan import adapter
+    from torchtitan_magi.training.rollout_trainer import RolloutTrainer
+
+    trainer = importlib.import_module(f"{adapter.__name__}.trainer").build(list(arguments))
+    try:
+        with trainer.given_steps() as train_on:
+            yield RolloutTrainer(trainer, train_on)
+    finally:
+        trainer.close()
 
 
 @recorded  # so that torchrun says last what went wrong, whatever it is

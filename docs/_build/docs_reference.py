@@ -77,10 +77,11 @@ def options_of(owner: type) -> list[Field[Any]]:
 
 
 def magi_options(section: str) -> str:
-    """A table of [magi], [magi.dpo] or [magi.lora]."""
+    """A table of [magi], [magi.dpo], [magi.rollouts] or [magi.lora]."""
     from torchtitan_magi.training.settings import options
 
-    owner = {"magi": options.Magi, "magi.dpo": options.DPO, "magi.lora": options.LoRA}[section]
+    owners = {"magi": options.Magi, "magi.dpo": options.DPO, "magi.lora": options.LoRA}
+    owner = (owners | {"magi.rollouts": options.Rollouts})[section]
     docs = option_docs(owner)
     rows = [(f"`{found.name}`", type_of(found), default_of(found), docs[found.name]) for found in options_of(owner)]
     return table(["option", "type", "default", "meaning"], rows)
@@ -191,6 +192,7 @@ def first_sentence(thing: Any) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "options-magi": functools.partial(magi_options, "magi"),
     "options-dpo": functools.partial(magi_options, "magi.dpo"),
+    "options-rollouts": functools.partial(magi_options, "magi.rollouts"),
     "options-lora": functools.partial(magi_options, "magi.lora"),
     "options-torchtitan": torchtitan_options,
     "recipes": recipes,

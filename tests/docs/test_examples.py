@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from support.hf_models import make_hf_folder
 from support.processes import python, torchrun
 from support.runs import ROOT, run_script
 
@@ -34,6 +35,23 @@ def test_a_plain_loop_learns_the_same_on_any_number_of_ranks():
     alone, together = ([float(loss) for loss in re.findall(r"loss (\S+)", printed)] for printed in (one, two))
     assert together == pytest.approx(alone, rel=0, abs=1.01e-4)  # the last printed digit may round apart
     assert alone[-1] < 0.5 < 4 < alone[0]
+
+
+def test_answers_are_sampled_and_learned_on_any_number_of_ranks(tmp_path):
+    folder, found = make_hf_folder("llama", initializer_range=0.1), []
+    for processes in (1, 2):
+        arguments = ["--job.config_file", ROOT / "examples" / "rl_loop.toml", "--model.hf_assets_path", folder]
+        arguments += ["--job.dump_folder", tmp_path / str(processes), "--training.mixed_precision_param", "float32"]
+        arguments += ["--training.steps", 4, "--training.seq_len", 512, "--optimizer.lr", "1e-2"]
+        arguments += ["--parallelism.context_parallel_degree", processes]
+        printed = run_script(processes, ROOT / "examples" / "rl_loop.py", *arguments).output
+        steps = re.findall(r"^step (\d+): reward (\S+), loss \S+, ratio (\S+)", printed, re.M)
+        assert [int(number) for number, *_ in steps] == [1, 2, 3, 4]
+        assert {ratio for *_, ratio in steps} == {"1.0000"}  # who samples has the weights that are trained
+        found.append([float(reward) for _, reward, _ in steps])
+        assert (tmp_path / str(processes) / "checkpoint" / "step-4" / "config.json").is_file()
+    assert found[0] == found[1]
+    assert found[0][-1] > found[0][0]
 
 
 def test_models_of_transformers_have_the_losses_they_have_alone():

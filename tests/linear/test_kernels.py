@@ -1,8 +1,6 @@
 """What kernels do not take is named; their results are checked on GPUs by test_kernels_gpu.py."""
 
 import re
-import sys
-from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -54,38 +52,55 @@ def test_heads_gpus_and_packages_that_do_not_fit_are_named(monkeypatch):
     check_on((9, 0))
 
 
-@pytest.fixture
-def plain_stages(monkeypatch):
-    monkeypatch.setattr(kernels, "_library", lambda: stages)
-    monkeypatch.setattr(kernels, "LONG", 10)
-    for name, module in (("flash_qla", None), ("flash_qla.utils", None), ("flash_qla.utils.index", stages)):
-        monkeypatch.setitem(sys.modules, name, module or ModuleType(name))
-    kernels._fragments.cache_clear()
-    yield
-    kernels._fragments.cache_clear()
-
-
 @pytest.mark.parametrize("forgets", [0.01, 3.0, 20.0])
 @pytest.mark.parametrize(
     ("lengths", "mapped"),
-    [([3, 9, 1], []), ([3, 9, 1], [0, 2]), ([9, 8, 5], [1]), ([41], [0]), ([30], []), ([13, 32, 2, 19], [0, 1, 3])],
+    [
+        ([3, 9, 1], []),
+        ([3, 9, 1], [0, 2]),
+        ([9, 8, 5], [1]),
+        ([9, 3, 2, 10, 3, 4], [0, 1, 3, 5]),
+        ([41], [0]),
+        ([30], []),
+        ([13, 32, 2, 19], [0, 1, 3]),
+        ([2, 30, 3, 5, 13, 2], [3, 4]),
+    ],
 )
-def test_stages_make_the_rule(plain_stages, lengths, mapped, forgets):
+def test_stages_make_the_rule(monkeypatch, lengths, mapped, forgets):
     """In both directions, with maps and states, of sequences with and without fragments. Gates are in float32."""
+    stages.stand_in(monkeypatch)
     *inputs, dout = layer_inputs(sum(lengths), (2, 4), (6, 6))
     tokens = Tokens(*inputs[:3], forgets * inputs[3].float().double(), inputs[4].float().double())
-    states, dends = torch.randn(2, len(lengths), 4, 6, 6, generator=torch.Generator().manual_seed(0)).double()
+    both = torch.randn(2, len(lengths), 4, 6, 6, generator=torch.Generator().manual_seed(0)).double()
+    states, dends = (dict(enumerate(x)) for x in both)
 
     def found(backend, states, dends):
         started = backend.start(tokens, lengths, 0.3, mapped)
-        maps = started.maps() if mapped else ()
+        maps = [*map(torch.stack, started.maps())] if mapped else []
         out, kept = started.finish(states)
         started = backend.start_backward(tokens, lengths, 0.3, states, kept, dout, mapped)
-        dstates = [started.state_grads()] if mapped else []
+        dstates = [torch.stack([*started.state_grads()])] if mapped else []
         started.prepare()
         return [x.double() for x in (out, *maps, *dstates, *started.finish(dends))]
 
-    for some in ((states, dends), (states, None)) if mapped else ((states, dends), (None, None)):
+    for some in ((states, dends), ({0: states[0]}, {len(lengths) - 1: dends[len(lengths) - 1]}), ({}, {})):
         torch.testing.assert_close(
             found(kernels.Kernels(), *some), found(Chunked(), *some), rtol=1e-4, atol=1e-5 * max(1, forgets)
         )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mapped", "rows", "sequences"),
+    [
+        ([3, 9, 2, 10, 3], [1, 3], [14, 22, 24, 3, 11, 12], [3, -1, 1]),  # for the scan alone, the last ones first
+        ([3, 9, 2], [], [0], []),
+        ([17, 3, 9], [], [20, 28, 29, 0, 8, 16, 17], [2, -1, 0]),  # in fragments
+        ([17, 3, 9], [0, 1], [0, 8, 16, 17, 20, 28, 29], [0, 1, 2]),  # neighbours
+    ],
+)
+def test_what_is_scanned_for_maps(monkeypatch, lengths, mapped, rows, sequences):
+    stages.stand_in(monkeypatch)
+    found = kernels.Fragments.of(lengths, mapped, 4, torch.device("cpu"), back=False)
+    assert found.rows.tolist() == rows
+    assert found.scanned == sequences
+    assert [sequences[place] for place in found.mapped] == mapped

@@ -27,7 +27,11 @@ pytestmark = [pytest.mark.gpu, needs_hopper]
 HEADS, DIMS, SCALE = (2, 4), (128, 128), 0.1
 ROUNDING = 2**-8  # to bfloat16
 GRADS = ("dq", "dk", "dv", "dg", "dbeta")
-LENGTHS = {"a pack": [640, 37, 1, 64, 300], "one document, in fragments": [4096], "several in fragments": [2500, 3000]}
+LENGTHS = {
+    "a pack": [640, 37, 1, 64, 300],
+    "one document, in fragments": [4096],
+    "several in fragments": [2500, 300, 3000],
+}
 
 
 def inputs_of(lengths, dtype=torch.bfloat16, forgets=0.1):
@@ -47,15 +51,15 @@ def wide(x):
     return x.double() if torch.is_tensor(x) else tuple(map(wide, x))
 
 
-def both_ways(backend, lengths, tokens, dout, states=None, dends=None, mapped=()):
+def both_ways(backend, lengths, tokens, dout, states=(), dends=(), mapped=()):
     """Outputs, gradients of the tokens, maps, and gradients of states."""
     started = backend.start(tokens, lengths, SCALE, mapped)
-    maps = started.maps() if mapped else ()
-    out, kept = started.finish(states)
-    started = backend.start_backward(tokens, lengths, SCALE, states, kept, dout, mapped)
-    dstates = [started.state_grads()] if mapped else []
+    maps = [*map(torch.stack, started.maps())] if mapped else []
+    out, kept = started.finish(dict(enumerate(states)))
+    started = backend.start_backward(tokens, lengths, SCALE, dict(enumerate(states)), kept, dout, mapped)
+    dstates = [torch.stack([*started.state_grads()])] if mapped else []
     started.prepare()
-    return [out, *started.finish(dends), *maps, *dstates]
+    return [out, *started.finish(dict(enumerate(dends))), *maps, *dstates]
 
 
 def lowly(function, dtype=torch.bfloat16):
@@ -123,7 +127,7 @@ def test_layers_of_ranks_against_float64(cp_size, cu_seqlens):
 
 def test_what_is_kept_has_the_promised_shapes():
     tokens, *_ = inputs_of([100, 200])
-    _, kept = Kernels().start(tokens, [100, 200], SCALE).finish(None)
+    _, kept = Kernels().start(tokens, [100, 200], SCALE).finish({})
     room = Kernels().room(tokens)
     assert [(x.shape, x.dtype, x.stride()) for x in kept] == [(x.shape, x.dtype, x.stride()) for x in room]
 

@@ -35,8 +35,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_magi.cuda.entries import open_folder, read_entry
-from torchtitan_magi.data import ChatTokenizer, Corpus, PackedPairDataset, PackedSFTDataset, TokenizedDocument, guard
-from torchtitan_magi.data.packs.packed_dataset import PackedDataset
+from torchtitan_magi.data import (
+    ChatTokenizer,
+    Corpus,
+    PackedPairDataset,
+    PackedRolloutDataset,
+    PackedSFTDataset,
+    TokenizedDocument,
+    guard,
+)
+from torchtitan_magi.data.datasets.packed_dataset import PackedDataset
+from torchtitan_magi.data.packs import prefix_trees
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE, load_chat_template
@@ -63,6 +72,7 @@ from torchtitan_magi.training.objectives.reference_file import read_logprobs, wr
 from support.masks import dense_mask  # isort: skip
 
 SEQ_LEN = 64
+prefix_trees.SHORTEST = 8  # of beginnings that are shared
 
 
 def words(text: str) -> tuple[bytes, ...]:
@@ -115,9 +125,16 @@ PAIRS = (
         {"prompt": TURNS[:1], "completions": [{"completion": text, "score": len(text)} for text in ("b", "cd", "e")]}
     ),
 )
+SAMPLED = {"completion_ids": [3, 4, 5], "logprobs": [-1, -0.5, 0], "advantage": 1.5, "completion_mask": [1, 0, 1]}
+REWARDED = [{"completion": TURNS[1:], "reward": 1}, {"completion": "3", "reward": 0.5}]
+ROLLOUTS = (
+    lines({"prompt_ids": [7] * 40, "completions": [SAMPLED, SAMPLED]}, {"prompt_ids": [7] * 40, **SAMPLED}),
+    lines({"prompt": "a", "completions": REWARDED, "tools": TOOLS}, {"prompt": TURNS[:1], "completions": REWARDED}),
+)
 RECORD_WORDS = words(
     '"messages" "conversations" "role" "content" "from" "value" "human" "gpt" "user" "assistant" "system" "tool" "text"'
     ' "prompt" "completion" "completions" "chosen" "rejected" "tools" "tool_calls" "function" "arguments" "weight"'
+    ' "prompt_ids" "completion_ids" "completion_mask" "logprobs" "advantage" "reward"'
     ' "reasoning" "thinking" "reasoning_content" "chat_template_kwargs" "name" "type" "<|im_end|>" "pairs" "score"'
     ' "{\\"a\\":1}" "[[[" "\\udc00"'
 )
@@ -156,23 +173,28 @@ def tool_tokenizer() -> ChatTokenizer:
 
 
 def read_documents(path: Path) -> None:
-    read_packs(PackedSFTDataset, path, tool_tokenizer())
+    read_packs(PackedSFTDataset, path, tool_tokenizer(), share_prefixes=path.stat().st_size % 3 > 0)
 
 
 def read_pairs(path: Path) -> None:
     read_packs(PackedPairDataset, path, tool_tokenizer().pair)
 
 
-def read_packs(kind: type[PackedDataset], path: Path, tokenize: Any) -> None:
+def read_rollouts(path: Path) -> None:
+    read_packs(PackedRolloutDataset, path, tool_tokenizer(), on_policy=path.stat().st_size % 3 > 0)
+
+
+def read_packs(kind: type[PackedDataset], path: Path, tokenize: Any, **options: Any) -> None:
     """Half of the inputs are read with malformed records left out."""
     bad_records = "skip" if path.stat().st_size % 2 else "error"
-    dataset = kind(path, tokenize, SEQ_LEN, epochs=1, bad_records=bad_records)
+    dataset = kind(path, tokenize, SEQ_LEN, epochs=1, bad_records=bad_records, **options)
     for inputs, labels in dataset:
         assert inputs["input"].shape == labels.shape == (SEQ_LEN,)
     counts = dataset.counts
     left_out = counts.unlabeled + counts.skipped + counts.equal + counts.long_prompts
     assert counts.documents + counts.extra_pieces == counts.pieces + left_out
-    assert counts.tokens_read == counts.tokens + counts.truncated_tokens + counts.tokens_left_out
+    packed = counts.tokens + counts.shared_tokens
+    assert counts.tokens_read == packed + counts.truncated_tokens + counts.tokens_left_out
 
 
 def read_source(path: Path) -> None:
@@ -491,6 +513,7 @@ TARGETS = {
     for target in (
         Target("records", of_file("documents.jsonl", read_documents), DOCUMENTS, RECORD_WORDS),
         Target("pairs", of_file("pairs.jsonl", read_pairs), PAIRS, RECORD_WORDS),
+        Target("rollouts", of_file("rollouts.jsonl", read_rollouts), ROLLOUTS, RECORD_WORDS),
         Target("gzip", of_file("documents.jsonl.gz", read_source), tuple(map(gzip.compress, DOCUMENTS))),
         Target("parquet", of_file("documents.parquet", read_source), (_parquet(),)),
         Target("tokens", of_file("block.tokens", read_tokens), (BLOCK,)),

@@ -310,7 +310,8 @@ def _run_script_in_child(command: list[str], report: Callable[..., None]) -> Non
 
     sys.argv[:] = command
     parse = ConfigManager.parse_args
-    ConfigManager.parse_args = lambda manager: parse(manager, sys.argv[1:])  # not as it was at import time
+    # Not sys.argv as it was at import time.
+    ConfigManager.parse_args = lambda manager, arguments=None: parse(manager, arguments or sys.argv[1:])
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
     sys.stdout.flush()

@@ -1,15 +1,29 @@
 """FlashQLA's stages in plain torch: what each takes and gives, for tests of how we put them together."""
 
+import functools
 import itertools
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import torch
 
+from torchtitan_magi.linear import kernels
 from torchtitan_magi.linear.backend import Tokens
 from torchtitan_magi.linear.chunked import run
 
 CHUNK_SIZE, LONGEST = 4, 2  # tokens of a chunk, chunks of a fragment
 THRESHOLD = -40.0  # a gate that forgets what is left of e^-40
+
+
+def stand_in(monkeypatch):
+    """Takes FlashQLA's place; a mapped sequence is cut that has more than 10 tokens."""
+    monkeypatch.setattr(kernels, "_library", lambda: sys.modules[__name__])
+    for name, value in (("LONG", 10), ("SHORTEST", 1), ("BLOCKS", 16)):
+        monkeypatch.setattr(kernels, name, value)
+    monkeypatch.setattr(kernels, "_fragments", functools.cache(kernels._fragments.__wrapped__))
+    for name in ("flash_qla", "flash_qla.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_qla.utils.index", sys.modules[__name__])
 
 
 def prepare_varlen_metadata(cu_seqlens, _):
@@ -92,7 +106,7 @@ def fused_gdr_h(
             first = max(start, end - count * CHUNK_SIZE)
             if count:
                 ends[i, head] = rule(k, k, v, g, b, 1.0, first, end, None, only)[1][0, 0]
-            if count * CHUNK_SIZE >= end - start:
+            if 0 < end - start <= count * CHUNK_SIZE:
                 state = rule(k, k, nothing, g, b, 1.0, start, end, one[None, None], only)[1]
                 matrices[i, head] = state[0, 0]
     return None, ends, matrices
@@ -129,7 +143,7 @@ def aggregate_card_state(maps, matrices, is_whole, first, reverse=False, transpo
 
 def fused_gdr_fwd(q, k, v, a, g, b, scale, states, cu_seqlens=None, **_):
     outs = [
-        rule(q, k, v, g, b, scale, first, end, None if states is None else states[i : i + 1])[0]
+        rule(q, k, v, g, b, scale, first, end, None if states is None else states[i : i + 1].double())[0]
         for i, (first, end) in enumerate(itertools.pairwise(cu_seqlens.tolist()))
     ]
     return torch.cat(outs).to(v.dtype)[None], None, None

@@ -1,5 +1,6 @@
 """Runs on GPUs with our kernel, beside the same runs on the CPU: the losses differ by the rounding of bfloat16.
 
+Those of Qwen3.5 compile the kernels of linear attention where TILELANG_CACHE_DIR has none, for minutes in each process.
 With torch 2.11, which lacks names that torchtitan 0.3 imports, put tests/titan_v03/stand_ins first in PYTHONPATH.
 """
 
@@ -30,8 +31,8 @@ WIDE: dict[str, dict[str, int]] = {  # heads of 64, and those of DeepSeek V3
 ROUNDING = 2e-2  # relative
 CHOICE = 4e-2  # where experts are chosen: rounding sends a token to another one
 # DPO's loss is of differences between policy and reference, which round apart once their weights differ: on the CPU
-# too, bfloat16 moves it by 0.025 in these steps.
-MARGINS = 0.05
+# too, bfloat16 moves it by 0.025 in these steps, that of Qwen3.5 by 0.053.
+MARGINS = 0.06
 CP = "--parallelism.context_parallel_degree 2"
 DPO = "--training.dataset dpo --training.dataset_path PAIRS --optimizer.lr 1e-4"
 

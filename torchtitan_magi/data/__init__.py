@@ -1,9 +1,10 @@
 """Training data: records -> tokens and labels -> packs -> batches. Knows nothing of torchtitan."""
 
+from torchtitan_magi.data.datasets.packed_dataset import IGNORE_INDEX, PackedDataset, collate_packs
+from torchtitan_magi.data.datasets.pairs import PackedPairDataset
+from torchtitan_magi.data.datasets.rollouts import PackedRolloutDataset, group_advantages
+from torchtitan_magi.data.datasets.sft import PackedSFTDataset
 from torchtitan_magi.data.packs.best_fit import PackingCounts, pack_best_fit
-from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset, collate_packs
-from torchtitan_magi.data.packs.pairs import PackedPairDataset
-from torchtitan_magi.data.packs.sft import PackedSFTDataset
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.records.jsonl import JsonlFile
 from torchtitan_magi.data.records.record_file import RecordFile
@@ -17,6 +18,7 @@ __all__ = [
     "JsonlFile",
     "PackedDataset",
     "PackedPairDataset",
+    "PackedRolloutDataset",
     "PackedSFTDataset",
     "PackingCounts",
     "RecordFile",
@@ -24,5 +26,6 @@ __all__ = [
     "TokenizedDocument",
     "TokenizedPairs",
     "collate_packs",
+    "group_advantages",
     "pack_best_fit",
 ]

@@ -38,18 +38,18 @@ class Tokens(NamedTuple):
 class Forward(Protocol):
     """A forward before the first states are known."""
 
-    def maps(self) -> tuple[Tensor, Tensor]:
+    def maps(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The maps of the state of those sequences whose maps were asked for: S becomes matrix S + state.
 
         Returns:
-            states [n, H, K, V] and matrices [n, H, K, K], of ``Tokens.wide``.
+            states [H, K, V] and matrices [H, K, K], n of each, of ``Tokens.wide`` or 16 bits.
         """
 
-    def finish(self, states: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def finish(self, states: dict[int, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Outputs, and what the backward needs besides the inputs.
 
         Args:
-            states: [D, H, K, V], of ``Tokens.wide``: what each sequence begins with; None: zeros.
+            states: by number of sequence, [H, K, V] of ``Tokens.wide``: what it begins with; others with zeros.
 
         Returns:
             out [T, H, V] in the dtype of v, and what is kept.
@@ -59,18 +59,19 @@ class Forward(Protocol):
 class Backward(Protocol):
     """A backward before the gradients of the last states are known."""
 
-    def state_grads(self) -> Tensor:
+    def state_grads(self) -> Sequence[Tensor]:
         """Gradients of the first states of those sequences where they were asked for, if those of the last ones are
-        zero: [n, H, K, V], of ``Tokens.wide``."""
+        zero: n of [H, K, V], of ``Tokens.wide``."""
 
     def prepare(self) -> None:
         """What waits for nobody, to be called while maps travel."""
 
-    def finish(self, dends: Tensor | None) -> Tokens:
+    def finish(self, dends: dict[int, Tensor]) -> Tokens:
         """Gradients of the tokens, in their dtypes.
 
         Args:
-            dends: [D, H, K, V], of ``Tokens.wide``: gradients of the last states; None: zeros.
+            dends: by number of sequence, [H, K, V] of ``Tokens.wide``: the gradient of its last state; others have
+                zeros.
         """
 
 
@@ -88,14 +89,14 @@ class Backend(Protocol):
         """
 
     def start_backward(
-        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None, kept: tuple[Tensor, ...],
-        dout: Tensor, mapped: Sequence[int] = (),
+        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: dict[int, Tensor],
+        kept: tuple[Tensor, ...], dout: Tensor, mapped: Sequence[int] = (),
     ) -> Backward:  # fmt: skip
         """Begins a backward.
 
         Args:
             tokens, lengths, scale: as in the forward.
-            states: with which the forward was finished; not None if any sequence is mapped.
+            states: with which the forward was finished.
             kept: by the forward.
             dout: [T, H, V], in the dtype of v.
             mapped: numbers of the sequences the gradients of whose first states will be asked for.
@@ -103,6 +104,13 @@ class Backend(Protocol):
 
     def room(self, tokens: Tokens) -> tuple[Tensor, ...]:
         """Zeros of the shapes and dtypes of what a forward keeps of these tokens; nothing is computed."""
+
+
+def spread(states: dict[int, Tensor], zeros: Tensor) -> Tensor:
+    """zeros [N, H, K, V] with the states [H, K, V] of some numbers, in place."""
+    for number, state in states.items():
+        zeros[number] = state
+    return zeros
 
 
 def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:

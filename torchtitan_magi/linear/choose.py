@@ -24,8 +24,8 @@ def runs_kernels(tokens: Tokens) -> bool:
     return _have_kernels(tokens.v.dtype, tokens.v.device) and tokens.wide.itemsize != 8
 
 
-def check_heads(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """Checks a model's heads before its first step.
+def check_heads(dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Checks a model's heads before its first step; says whether kernels are to run.
 
     Args:
         dims: elements of a head, of q and k, and of v.
@@ -34,8 +34,10 @@ def check_heads(dims: tuple[int, int], dtype: torch.dtype, device: torch.device)
     Raises:
         ValueError: as ``choose_backend``.
     """
-    if _have_kernels(dtype, device):
+    have_kernels = _have_kernels(dtype, device)
+    if have_kernels:
         check_kernels(dims, dtype, device)
+    return have_kernels
 
 
 def _have_kernels(dtype: torch.dtype, device: torch.device) -> bool:

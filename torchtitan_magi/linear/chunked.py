@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.linear.backend import Tokens
+from torchtitan_magi.linear.backend import Tokens, spread
 
 CHUNK = 64  # tokens
 
@@ -70,8 +70,8 @@ class Chunked:
         return ChunkedForward(tokens, lengths, scale, mapped)
 
     def start_backward(
-        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None, kept: tuple[Tensor, ...],
-        dout: Tensor, mapped: Sequence[int] = (),
+        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: dict[int, Tensor],
+        kept: tuple[Tensor, ...], dout: Tensor, mapped: Sequence[int] = (),
     ) -> "ChunkedBackward":  # fmt: skip
         """As ``Backend.start_backward``."""
         return ChunkedBackward(tokens, lengths, scale, states, dout, mapped)
@@ -87,7 +87,7 @@ class ChunkedForward:
     def __init__(self, tokens: Tokens, lengths: Sequence[int], scale: float, mapped: Sequence[int]) -> None:
         self.tokens, self.lengths, self.scale, self.mapped = tokens, lengths, scale, mapped
 
-    def maps(self) -> tuple[Tensor, Tensor]:
+    def maps(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """As ``Forward.maps``: with values [v, 0] the state [0, I] becomes [state, matrix]."""
         num_heads, key_dim, value_dim = self.tokens.state_shape
         rows = np.split(np.arange(len(self.tokens.v)), np.cumsum(self.lengths)[:-1])
@@ -99,12 +99,12 @@ class ChunkedForward:
         lengths = [self.lengths[i] for i in self.mapped]
         with torch.no_grad():
             _, ends = run(tokens._replace(v=values), lengths, 1.0, first, with_out=False)
-        return ends[..., :value_dim], ends[..., value_dim:]
+        return ends[..., :value_dim].unbind(), ends[..., value_dim:].unbind()
 
-    def finish(self, states: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def finish(self, states: dict[int, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As ``Forward.finish``."""
         with torch.no_grad():
-            out, _ = run(self.tokens, self.lengths, self.scale, states)
+            out, _ = run(self.tokens, self.lengths, self.scale, _all_states(self.tokens, self.lengths, states))
         return out.to(self.tokens.v.dtype), ()
 
 
@@ -112,29 +112,32 @@ class ChunkedBackward:
     """A ``Backward``: the forward once more, with a graph."""
 
     def __init__(
-        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None, dout: Tensor,
+        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: dict[int, Tensor], dout: Tensor,
         mapped: Sequence[int],
     ) -> None:  # fmt: skip
-        self.tokens, self.mapped = Tokens(*(x.detach().requires_grad_() for x in tokens)), mapped
-        self.states = None if states is None else states.detach().requires_grad_()
+        self.tokens, self.lengths, self.mapped = Tokens(*(x.detach().requires_grad_() for x in tokens)), lengths, mapped
+        self.states = _all_states(tokens, lengths, states).requires_grad_()
         with torch.enable_grad():
             self.out, self.ends = run(self.tokens, lengths, scale, self.states)
         self.dout = dout.to(self.out.dtype)
 
-    def state_grads(self) -> Tensor:
+    def state_grads(self) -> Sequence[Tensor]:
         """As ``Backward.state_grads``."""
-        assert self.states is not None
         (grads,) = torch.autograd.grad(self.out, self.states, self.dout, retain_graph=True)
-        return grads[self.mapped]
+        return [grads[i] for i in self.mapped]
 
     def prepare(self) -> None:
         """As ``Backward.prepare``: nothing, autograd does all at once."""
 
-    def finish(self, dends: Tensor | None) -> Tokens:
+    def finish(self, dends: dict[int, Tensor]) -> Tokens:
         """As ``Backward.finish``."""
-        if dends is None:
-            return Tokens(*torch.autograd.grad(self.out, self.tokens, self.dout))
-        return Tokens(*torch.autograd.grad((self.out, self.ends), self.tokens, (self.dout, dends)))
+        gradients = self.dout, _all_states(self.tokens, self.lengths, dends)
+        return Tokens(*torch.autograd.grad((self.out, self.ends), self.tokens, gradients))
+
+
+def _all_states(tokens: Tokens, lengths: Sequence[int], states: dict[int, Tensor]) -> Tensor:
+    """[D, H, K, V] of those of some sequences."""
+    return spread(states, tokens.v.new_zeros(len(lengths), *tokens.state_shape, dtype=tokens.wide))
 
 
 def run(

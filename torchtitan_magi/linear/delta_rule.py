@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.linear.backend import Backend, Tokens, own_dtypes
-from torchtitan_magi.linear.maps import Map, pass_on, total
+from torchtitan_magi.linear.maps import Map, pass_on, totals
 from torchtitan_magi.linear.once import once
 from torchtitan_magi.planning.document_parts import RankParts
 
@@ -82,15 +82,6 @@ class Layer(NamedTuple):
         """[0, H, K, V]."""
         return self.tokens.v.new_empty(0, *self.tokens.state_shape, dtype=self.tokens.wide)
 
-    def totals(self, passed: dict[int, Tensor], sources: dict[int, list[int]]) -> Tensor | None:
-        """What comes to each sequence, [D, H, K, V], of these sources; None if nothing comes to any."""
-        if not sources:
-            return None
-        states = self.no_states.new_zeros(len(Runs.of(self.parts).lengths), *self.tokens.state_shape)
-        for i, of_one in sources.items():
-            states[i] = total(passed, of_one)
-        return states
-
 
 class Kept(NamedTuple):
     """What the forward keeps for the backward."""
@@ -109,13 +100,14 @@ def forward(layer: Layer) -> tuple[Tensor, Kept]:
         return torch.zeros_like(tokens.v), Kept(none, _stacked([], none, tokens.k.shape[2]), backend.room(tokens))
     mapped = runs.mapped(back=False)
     started = backend.start(tokens, runs.lengths, scale, [*mapped.values()])
-    maps = dict(zip(mapped, map(Map, *started.maps()), strict=True)) if mapped else {}
+    maps = {}
+    if mapped:
+        for (part, i), state, matrix in zip(mapped.items(), *started.maps(), strict=True):
+            maps[part] = Map(state.to(none.dtype), matrix.to(none.dtype) if i in runs.sources[False] else None)
     passed = pass_on(maps, parts, False, none, transport)
-    out, of_backend = started.finish(layer.totals(passed, runs.sources[False]))
+    out, of_backend = started.finish(totals(passed, runs.sources[False]))
     states, (_, key_dim, value_dim) = [passed[part] for part in parts.parents], tokens.state_shape
-    matrices = [
-        one.matrix for part, one in maps.items() if runs.parts[part] in runs.sources[False] and one.matrix is not None
-    ]
+    matrices = [one.matrix for one in maps.values() if one.matrix is not None]
     return _without(out, runs.gaps), Kept(
         _stacked(states, none, value_dim), _stacked(matrices, none, key_dim), of_backend
     )
@@ -129,14 +121,14 @@ def backward(layer: Layer, dout: Tensor, kept: Kept) -> tuple[Tensor, ...]:
         pass_on({}, parts, True, none, transport)
         return tuple(map(torch.zeros_like, tokens))
     mapped = runs.mapped(back=True)
-    states = layer.totals(dict(zip(parts.parents, kept.states, strict=True)), runs.sources[False])
+    states = totals(dict(zip(parts.parents, kept.states, strict=True)), runs.sources[False])
     started = backend.start_backward(tokens, runs.lengths, scale, states, kept.of_backend, dout, [*mapped.values()])
     maps, matrices = {}, iter(kept.matrices.mT)
     if mapped:
         for (part, i), dstate in zip(mapped.items(), started.state_grads(), strict=True):
             maps[part] = Map(dstate, next(matrices) if i in runs.sources[True] else None)
     passed = pass_on(maps, parts, True, none, transport, started.prepare)
-    grads = started.finish(layer.totals(passed, runs.sources[True]))
+    grads = started.finish(totals(passed, runs.sources[True]))
     return tuple(_without(x, runs.gaps) for x in grads)
 
 

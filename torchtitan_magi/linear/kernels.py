@@ -1,15 +1,18 @@
 """The gated delta rule by the kernels of FlashQLA (github.com/QwenLM/FlashQLA, MIT): 16 bits, heads of 128.
 
 A long sequence is cut into fragments, as many as keep a GPU busy, which run at the same time. Each one's map of the
-state is made first; folded along the sequence they are the states from which fragments run, in both directions. Where
-gates forget what is far away (e^-10, below what 16 bits tell) a fragment's map is made of the tokens behind that only.
+state is made first; folded along the sequence they are the states from which fragments run, in both directions, and the
+sequence's own map. Where gates forget what is far away (e^-10, below what 16 bits tell) a fragment's map is made of the
+tokens behind that only.
 
-Shapes: T tokens, HK heads of q and k, H value heads, K and V elements of a head, D sequences, F fragments.
+Shapes: T tokens, HK heads of q and k, H value heads, K and V elements of a head, D sequences, F fragments; what is
+scanned for maps are S sequences of E rows.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,11 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_magi.linear.backend import Tokens, own_dtypes
+from torchtitan_magi.linear.backend import Tokens, own_dtypes, spread
 from torchtitan_magi.linear.once import once
 
 HEAD_DIM = 128
-LONG = 4096  # tokens: a longer sequence is cut if it is mapped
+LONG = 4096  # tokens: a longer sequence runs in fragments if it is mapped
+SHORTEST = 4  # chunks that a row has at least, if it is cut for the scan alone
+BLOCKS = 132  # such rows, in all heads: about as many as a GPU scans at once
 INSTALL = "pip install torchtitan_magi[linear]"
 
 
@@ -74,94 +79,139 @@ def _finds_compiler() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Fragments:
-    """Sequences, the fragments that they are cut into, and what of them is scanned for maps; int32 on the GPU.
+    """Sequences, the fragments in which they run, and the rows that are scanned for maps; tensors are int32 on the GPU.
+
+    Scanned are the sequences that are mapped or run in several fragments. Their fragments are the rows; where sequences
+    run whole, those that are mapped are cut for the scan alone. Groups of neighbours lie from the last to the first:
+    between two of them is a row of negative length, which no kernel enters.
 
     Attributes:
-        is_cut: whether any sequence has several fragments.
+        is_cut: whether any sequence runs in several fragments.
         sequences: cumulative tokens of sequences, [D + 1].
         fragments: cumulative tokens of fragments, [F + 1].
-        first: number of each sequence's first fragment, and F, [D + 1].
-        sequence: number of each fragment's sequence, [F].
-        begins: whether a sequence begins with the fragment that is not mapped, bool [F].
-        ends: whether a sequence ends with the fragment, bool [F].
-        scanned: cumulative tokens of what is scanned, [E + 1]: fragments if sequences are cut, else mapped sequences
-            and what lies between them.
-        num_chunks: chunks of each in each head, [E, H]; 0 for what lies between mapped sequences.
-        ends_mapped: whether a mapped sequence ends with the fragment, bool [F, H]; used if sequences are cut.
-        mapped: mapped sequences, int64 [n]: their numbers if sequences are cut, else where they are in `scanned`.
+        first: number of each sequence's first fragment, and F, D + 1 numbers.
+        rows: first token of each row, and the end of the last, [E + 1].
+        first_row: number of the first row of each scanned sequence, and E, [S + 1].
+        scanned: number of each scanned sequence, S numbers; -1: what is between groups.
+        mapped: where mapped sequences are among the scanned ones, n numbers.
+        groups: of each group, its first row, first fragment, and number of rows; used if sequences are cut.
+        skipped: rows whose maps nobody needs in the forward, bool [E].
+        skipped_back: the same in the backward.
+        short: 1 for rows of less than a chunk that are mapped, else 0, [E, H]; None if there are none.
     """
 
     is_cut: bool
     sequences: Tensor
     fragments: Tensor
-    first: Tensor
-    sequence: Tensor
-    begins: Tensor
-    ends: Tensor
-    scanned: Tensor
-    num_chunks: Tensor
-    ends_mapped: Tensor
-    mapped: Tensor
+    first: list[int]
+    rows: Tensor
+    first_row: Tensor
+    scanned: list[int]
+    mapped: list[int]
+    groups: list[tuple[int, int, int]]
+    skipped: Tensor
+    skipped_back: Tensor
+    short: Tensor | None
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether any scanned sequence has several rows."""
+        return len(self.skipped) > len(self.scanned)
 
     @classmethod
     @torch.inference_mode(False)  # layers in training may share it
-    def of(cls, lengths: Sequence[int], mapped: Sequence[int], num_heads: int, device: torch.device) -> "Fragments":
-        """Those of sequences of these lengths, of which some are mapped."""
+    def of(
+        cls, lengths: Sequence[int], mapped: Sequence[int], num_heads: int, device: torch.device, back: bool
+    ) -> "Fragments":
+        """Those of sequences of these lengths, of which some are mapped in one direction."""
         from flash_qla.utils.index import prepare_varlen_metadata
 
-        library = _library()
-        sequences = torch.tensor([0, *lengths]).cumsum(0).int()
-        chosen = library.build_cp_context(  # of tensors on the host: no wait for the GPU
-            sequences, enable_intra=True, num_v_heads=num_heads, chunk_size=library.CHUNK_SIZE, is_train=True,
-            force_intra_cp=max((lengths[i] for i in mapped), default=0) > LONG,
-        )  # fmt: skip
-        is_mapped = torch.isin(torch.arange(len(lengths)), torch.tensor(mapped, dtype=torch.int64))
-        fragments, first = sequences, torch.arange(len(sequences)).int()
-        if chosen.is_intra:
-            fragments, first = _with_short_ends(
-                chosen.intra_cp_cu_seqlens, chosen.seq_map_r2c, is_mapped, library.CHUNK_SIZE
-            )
-        sequence = torch.repeat_interleave(torch.arange(len(lengths)), first.diff())
-        number = torch.arange(len(sequence))
-        scanned, places = fragments, torch.tensor(mapped, dtype=torch.int64)
-        chunks = -(-fragments.diff() // library.CHUNK_SIZE)
-        if not chosen.is_intra:  # neighbours that are not mapped are one
-            begins = is_mapped | torch.cat([torch.ones(1, dtype=torch.bool), is_mapped[:-1]])
-            scanned = torch.cat([sequences[:-1][begins], sequences[-1:]])
-            chunks = torch.where(is_mapped, chunks, 0)[begins]
-            places = is_mapped[begins].nonzero().flatten()
-        begins, ends = number == first[sequence], number + 1 == first[sequence + 1]
+        is_cut, fragments, rows_of = _cut(lengths, mapped, num_heads, back)
+        first, end = [0, *accumulate(map(len, fragments))], [*accumulate(lengths)]
+        scanned: list[tuple[int, list[int]]] = []  # sequences, with the first tokens of their rows
+        groups, last = [], 0
+        for group in reversed(_neighbours(i for i, starts in enumerate(rows_of) if i in mapped or len(starts) > 1)):
+            if scanned:
+                scanned.append((-1, [last]))
+            of_group = [(i, rows_of[i]) for i in group]
+            groups.append((_num_rows(scanned), first[group[0]], _num_rows(of_group)))
+            scanned, last = scanned + of_group, end[group[-1]]
+        rows, numbers = [*chain(*(starts for _, starts in scanned)), last], [i for i, _ in scanned]
+        edges = [(i in mapped, start == starts[0], start == starts[-1]) for i, starts in scanned for start in starts]
+        short = [
+            is_mapped and not back and stop - start < _library().CHUNK_SIZE
+            for (is_mapped, *_), (start, stop) in zip(edges, pairwise(rows), strict=True)
+        ]
+
+        def flags(of_rows: Iterable[bool]) -> Tensor:
+            return torch.tensor([*of_rows], dtype=torch.bool)
 
         def moved(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=True)
 
-        def in_heads(x: Tensor) -> Tensor:
-            return moved(x[:, None].expand(-1, num_heads).contiguous())
-
-        def cumulative(x: Tensor) -> Tensor:
-            prepared: Tensor = prepare_varlen_metadata(moved(x), x)
+        def cumulative(numbers: Sequence[int]) -> Tensor:
+            x = torch.tensor(numbers).int()
+            entered = torch.cat([x[:1], x.diff().clamp(min=0)]).cumsum(0).int()
+            prepared: Tensor = prepare_varlen_metadata(moved(x), entered)
             return prepared
 
         return cls(
-            chosen.is_intra, cumulative(sequences), cumulative(fragments), moved(first), moved(sequence.int()),
-            moved(begins & ~is_mapped[sequence]), moved(ends), cumulative(scanned), in_heads(chunks.int()),
-            in_heads(is_mapped[sequence] & ends), moved(places),
-        )  # fmt: skip
+            is_cut=is_cut,
+            sequences=cumulative([0, *end]),
+            fragments=cumulative([*chain(*fragments), end[-1]]),
+            first=first,
+            rows=cumulative(rows),
+            first_row=moved(torch.tensor([0, *accumulate(len(starts) for _, starts in scanned)]).int()),
+            scanned=numbers,
+            mapped=[numbers.index(i) for i in mapped],
+            groups=groups,
+            skipped=moved(flags(is_last and (back or not is_mapped) for is_mapped, _, is_last in edges)),
+            skipped_back=moved(flags(is_first and not is_mapped for is_mapped, is_first, _ in edges)),
+            short=moved(flags(short).int()[:, None].expand(-1, num_heads).contiguous()) if any(short) else None,
+        )
 
 
-def _with_short_ends(fragments: Tensor, first: Tensor, is_mapped: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """`Fragments.fragments` and `first` where the last chunk of mapped sequences is a fragment of its own. The map of a
-    sequence's last fragment takes all its chunks: parts of it would not begin where chunks do."""
-    start, end = fragments[first[1:] - 1], fragments[first[1:]]
-    cut = start + (end - start - 1) // size * size
-    chosen = is_mapped & (cut > start)
-    more = torch.cat([chosen.new_zeros(1, dtype=torch.int32), chosen.cumsum(0, dtype=torch.int32)])
-    return torch.cat([fragments, cut[chosen]]).sort().values, first + more
+def _cut(
+    lengths: Sequence[int], mapped: Sequence[int], num_heads: int, back: bool
+) -> tuple[bool, list[list[int]], list[list[int]]]:
+    """Whether any sequence runs in several fragments, and of each sequence the first tokens of its fragments, and of
+    the rows that are scanned for its map."""
+    library = _library()
+    size, bounds = library.CHUNK_SIZE, [*pairwise([0, *accumulate(lengths)])]
+    chosen = library.build_cp_context(  # of tensors on the host: no wait for the GPU
+        torch.tensor([0, *lengths]).cumsum(0).int(), enable_intra=True, num_v_heads=num_heads, chunk_size=size,
+        is_train=True, force_intra_cp=max((lengths[i] for i in mapped), default=0) > LONG,
+    )  # fmt: skip
+    if chosen.is_intra:
+        starts = chosen.intra_cp_cu_seqlens.tolist()
+        rows = [starts[first:end] for first, end in pairwise(chosen.seq_map_r2c.tolist())]
+    else:
+        chunks = sum(-(-lengths[i] // size) for i in mapped)
+        step = size * max(SHORTEST, -(-chunks * num_heads // BLOCKS))
+        rows = [[*range(*bound, step)] if i in mapped else [bound[0]] for i, bound in enumerate(bounds)]
+    if not back:  # a map of less than a fragment is made of its last chunks, so these have to end where it ends
+        for i in mapped:
+            length = bounds[i][1] - rows[i][-1]
+            if 0 < length % size < length:
+                rows[i].append(bounds[i][1] - length % size)
+    return chosen.is_intra, rows if chosen.is_intra else [[start] for start, _ in bounds], rows
+
+
+def _neighbours(numbers: Iterable[int]) -> list[list[int]]:
+    """Ascending numbers, those that follow each other together."""
+    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    return [[number for _, number in group] for _, group in groups]
+
+
+def _num_rows(scanned: Iterable[tuple[int, list[int]]]) -> int:
+    return sum(len(starts) for _, starts in scanned)
 
 
 @functools.lru_cache(maxsize=64)
-def _fragments(lengths: tuple[int, ...], mapped: tuple[int, ...], num_heads: int, device: torch.device) -> Fragments:
-    return Fragments.of(lengths, mapped, num_heads, device)
+def _fragments(
+    lengths: tuple[int, ...], mapped: tuple[int, ...], num_heads: int, device: torch.device, back: bool
+) -> Fragments:
+    return Fragments.of(lengths, mapped, num_heads, device, back)
 
 
 class _Inputs(NamedTuple):
@@ -183,18 +233,20 @@ class _Inputs(NamedTuple):
 
     @classmethod
     def of(
-        cls, tokens: Tokens, lengths: Sequence[int], scale: float, mapped: Sequence[int], kept: tuple[Tensor, ...] = ()
-    ) -> "_Inputs":
+        cls, tokens: Tokens, lengths: Sequence[int], scale: float, mapped: Sequence[int],
+        kept: tuple[Tensor, ...] | None = None,
+    ) -> "_Inputs":  # fmt: skip
         """Those of sequences that lie one after another.
 
         Args:
-            kept: by ``kept``; empty: not computed yet.
+            kept: in the backward, by ``kept``; None in the forward.
         """
         library = _library()
-        fragments = _fragments(tuple(lengths), tuple(mapped), tokens.v.shape[1], tokens.v.device)
+        back = kept is not None and len(mapped) > 0  # one table for both directions where nothing is mapped
+        fragments = _fragments(tuple(lengths), tuple(mapped), tokens.v.shape[1], tokens.v.device, back)
         q, k, v = (x.contiguous()[None] for x in (tokens.q, tokens.k, tokens.v))
         g, beta = (x.float().contiguous()[None] for x in (tokens.g, tokens.beta))
-        if kept:
+        if kept is not None:
             gates, inverse = (x[None] for x in kept)
         else:
             sequences, size = fragments.sequences, library.CHUNK_SIZE
@@ -203,7 +255,7 @@ class _Inputs(NamedTuple):
         return cls(q, k, v, gates, beta, inverse, fragments, scale)
 
     def scan(self, num_chunks: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps of `Fragments.scanned`, in 16 bits: states [E, H, K, V] and, of those all of whose chunks are asked for,
+        """Maps of `Fragments.rows`, in 16 bits: states [E, H, K, V] and, of those all of whose chunks are asked for,
         matrices [E, H, K, K].
 
         Args:
@@ -211,9 +263,33 @@ class _Inputs(NamedTuple):
         """
         _, states, matrices = _library().fused_gdr_h(
             self.k, self.v, self.inverse, self.gates, self.beta, output_final_state=True, output_h=False,
-            cu_seqlens=self.fragments.scanned, num_warmup_chunks=num_chunks,
+            cu_seqlens=self.fragments.rows, num_warmup_chunks=num_chunks,
         )  # fmt: skip
         return states, matrices
+
+    def placed(self, states: dict[int, Tensor], fold: Callable[[Tensor | None], Tensor]) -> Tensor | None:
+        """The states that fragments begin with, in the backward their gradients where fragments end, [F, H, K, V];
+        None: zeros.
+
+        Args:
+            states: of sequences.
+            fold: makes those of rows, [E, H, K, V], of those of scanned sequences, [S, H, K, V] or None for zeros.
+        """
+        f = self.fragments
+        if not f.is_cut:
+            return self._spread(states, f.first[-1]) if states else None
+        of_scanned = {place: states[i] for place, i in enumerate(f.scanned) if i in states}
+        rows = fold(self._spread(of_scanned, len(f.scanned)) if of_scanned else None)
+        if f.groups == [(0, 0, f.first[-1])]:
+            return rows
+        placed = self._spread({f.first[i]: x for i, x in states.items() if i not in f.scanned}, f.first[-1])
+        for row, fragment, count in f.groups:
+            placed[fragment : fragment + count] = rows[row : row + count]
+        return placed
+
+    def _spread(self, states: dict[int, Tensor], count: int) -> Tensor:
+        shape = self.v.shape[2], self.k.shape[3], self.v.shape[3]
+        return spread(states, self.gates.new_zeros(count, *shape))
 
 
 class KernelsForward:
@@ -221,33 +297,32 @@ class KernelsForward:
 
     def __init__(self, inputs: _Inputs) -> None:
         self.inputs, f = inputs, inputs.fragments
-        num_chunks = f.num_chunks
-        if f.is_cut:
+        if f.scanned:
             num_chunks, self.is_whole = _library().get_warmup_chunks(
-                g=inputs.gates, cu_seqlens=f.fragments, ht_mask=f.ends, chunk_size=_library().CHUNK_SIZE
+                g=inputs.gates, cu_seqlens=f.rows, ht_mask=f.skipped, chunk_size=_library().CHUNK_SIZE
             )
-            if len(f.mapped):
-                num_chunks = torch.where(f.ends_mapped, f.num_chunks, num_chunks)
-                self.is_whole = self.is_whole | f.ends_mapped
-        if f.is_cut or len(f.mapped):
+            if f.short is not None:  # counted are whole chunks
+                num_chunks = torch.maximum(num_chunks, f.short)
             self.states, self.matrices = inputs.scan(num_chunks)
 
-    def maps(self) -> tuple[Tensor, Tensor]:
-        """As ``Forward.maps``."""
+    def maps(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """As ``Forward.maps``, in 16 bits."""
         f, maps = self.inputs.fragments, (self.states, self.matrices)
-        if f.is_cut:
-            maps = _library().aggregate_card_state(*maps, self.is_whole, f.first)
-        states, matrices = (x.index_select(0, f.mapped).float() for x in maps)
+        if f.is_folded:
+            maps = _library().aggregate_card_state(*maps, self.is_whole, f.first_row)
+        states, matrices = ([x[place] for place in f.mapped] for x in maps)
         return states, matrices
 
-    def finish(self, states: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def finish(self, states: dict[int, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As ``Forward.finish``."""
-        x, f = self.inputs, self.inputs.fragments
-        if f.is_cut:
-            states = _library().correct_initial_states(states, self.states, self.matrices, self.is_whole, f.first)
-        out, _, _ = _library().fused_gdr_fwd(
-            x.q, x.k, x.v, x.inverse, x.gates, x.beta, x.scale, states, output_final_state=False,
-            cu_seqlens=f.fragments, cp_seq_map=f.sequence if f.is_cut else None, raw_cu_seqlens=f.sequences,
+        library, x, f = _library(), self.inputs, self.inputs.fragments
+        first = x.placed(
+            states,
+            lambda raw: library.correct_initial_states(raw, self.states, self.matrices, self.is_whole, f.first_row),
+        )
+        out, _, _ = library.fused_gdr_fwd(
+            x.q, x.k, x.v, x.inverse, x.gates, x.beta, x.scale, first, output_final_state=False,
+            cu_seqlens=f.fragments, raw_cu_seqlens=f.sequences,
         )  # fmt: skip
         return out[0], x.kept
 
@@ -255,49 +330,53 @@ class KernelsForward:
 class KernelsBackward:
     """A ``Backward``."""
 
-    def __init__(self, inputs: _Inputs, states: Tensor | None, dout: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, inputs: _Inputs, states: dict[int, Tensor], dout: Tensor, dtypes: Sequence[torch.dtype]) -> None:
         """dtypes: of the tokens."""
         self.inputs, self.states, self.dout, self.dtypes = inputs, states, dout.contiguous()[None], dtypes
         f = inputs.fragments
-        back = f.num_chunks
-        if f.is_cut:
+        if f.scanned:
             forth, back, self.is_whole, self.is_whole_back = _library().get_warmup_chunks_bidi(
-                inputs.gates, f.fragments, f.ends, f.begins, _library().CHUNK_SIZE
+                inputs.gates, f.rows, f.skipped, f.skipped_back, _library().CHUNK_SIZE
             )
-            self.fragment_states, self.matrices = inputs.scan(forth)
-        if f.is_cut or len(f.mapped):
+            if f.is_folded:
+                self.row_states, self.matrices = inputs.scan(forth)
             _, self.dstates = _library().fused_gdr_dh(
                 inputs.q, inputs.k, inputs.inverse, inputs.gates, inputs.beta, self.dout, None, output_dh0=True,
-                output_dh=False, scale=inputs.scale, cu_seqlens=f.scanned, num_warmup_chunks=back,
+                output_dh=False, scale=inputs.scale, cu_seqlens=f.rows, num_warmup_chunks=back,
             )  # fmt: skip
 
-    def state_grads(self) -> Tensor:
+    def state_grads(self) -> Sequence[Tensor]:
         """As ``Backward.state_grads``."""
         f, dstates = self.inputs.fragments, self.dstates
-        if f.is_cut:
+        if f.is_folded:
             dstates, _ = _library().aggregate_card_state(
-                dstates, self.matrices, self.is_whole_back, f.first, reverse=True, transpose_m=True, compute_m=False
-            )
-        return dstates.index_select(0, f.mapped)
+                dstates, self.matrices, self.is_whole_back, f.first_row, reverse=True, transpose_m=True,
+                compute_m=False,
+            )  # fmt: skip
+        return [dstates[place] for place in f.mapped]
 
     def prepare(self) -> None:
         """As ``Backward.prepare``: the states before all chunks, [1, chunks, H, K, V] in 16 bits."""
-        x, f, states = self.inputs, self.inputs.fragments, self.states
-        if f.is_cut:
-            states = _library().correct_initial_states(
-                states, self.fragment_states, self.matrices, self.is_whole, f.first
-            )
-        self.before, _, _ = _library().fused_gdr_h(
-            x.k, x.v, x.inverse, x.gates, x.beta, states, output_final_state=False, cu_seqlens=f.fragments
+        library, x, f = _library(), self.inputs, self.inputs.fragments
+        first = x.placed(
+            self.states,
+            lambda raw: library.correct_initial_states(raw, self.row_states, self.matrices, self.is_whole, f.first_row),
+        )
+        self.before, _, _ = library.fused_gdr_h(
+            x.k, x.v, x.inverse, x.gates, x.beta, first, output_final_state=False, cu_seqlens=f.fragments
         )
 
-    def finish(self, dends: Tensor | None) -> Tokens:
+    def finish(self, dends: dict[int, Tensor]) -> Tokens:
         """As ``Backward.finish``."""
         library, x, f = _library(), self.inputs, self.inputs.fragments
-        if f.is_cut:
-            dends = library.correct_terminal_states(dends, self.dstates, self.matrices, self.is_whole_back, f.first)
+        last = x.placed(
+            dends,
+            lambda raw: library.correct_terminal_states(
+                raw, self.dstates, self.matrices, self.is_whole_back, f.first_row
+            ),
+        )
         dq, dk, dv, dg, dbeta, _ = library.fused_gdr_bwd(
-            x.q, x.k, x.v, x.inverse, x.gates, x.beta, self.dout, dends, self.before, x.scale, f.fragments
+            x.q, x.k, x.v, x.inverse, x.gates, x.beta, self.dout, last, self.before, x.scale, f.fragments
         )
         if x.k.shape[2] < x.v.shape[2]:
             dq, dk = (library.group_reduce_vector(grad, x.k.shape[2]) for grad in (dq, dk))
@@ -315,8 +394,8 @@ class Kernels:
         return KernelsForward(_Inputs.of(tokens, lengths, scale, mapped))
 
     def start_backward(
-        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None, kept: tuple[Tensor, ...],
-        dout: Tensor, mapped: Sequence[int] = (),
+        self, tokens: Tokens, lengths: Sequence[int], scale: float, states: dict[int, Tensor],
+        kept: tuple[Tensor, ...], dout: Tensor, mapped: Sequence[int] = (),
     ) -> KernelsBackward:  # fmt: skip
         """As ``Backend.start_backward``."""
         inputs = _Inputs.of(tokens, lengths, scale, mapped, kept)
@@ -337,7 +416,7 @@ class _Documents(torch.autograd.Function):
     ) -> Tensor:
         tokens, ctx.rest = Tokens(q, k, v, g, beta), (lengths, scale)
         with own_dtypes(v.device):
-            out, kept = Kernels().start(tokens, lengths, scale).finish(None)
+            out, kept = Kernels().start(tokens, lengths, scale).finish({})
         ctx.save_for_backward(*tokens, *kept)
         return out
 
@@ -347,9 +426,9 @@ class _Documents(torch.autograd.Function):
         q, k, v, g, beta, *kept = ctx.saved_tensors
         lengths, scale = ctx.rest
         with own_dtypes(dout.device):
-            started = Kernels().start_backward(Tokens(q, k, v, g, beta), lengths, scale, None, tuple(kept), dout)
+            started = Kernels().start_backward(Tokens(q, k, v, g, beta), lengths, scale, {}, tuple(kept), dout)
             started.prepare()
-            grads = started.finish(None)
+            grads = started.finish({})
         return *grads, None, None
 
 

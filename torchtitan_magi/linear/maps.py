@@ -6,7 +6,7 @@ backward the gradient of the state passes through the transposed maps, from part
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -110,20 +110,26 @@ def pass_on(
     passed: dict[int, Tensor] = {}
     for part in order:
         if not waits[part]:
-            passed[part] = maps[part].after(total(passed, sources[part]))
+            passed[part] = maps[part].after(_total(passed, sources[part]))
     known = {part: Map(state) for part, state in passed.items()}
     arrived = send(maps | known, parts, back, none, transport)
     meanwhile()
     found = arrived()
     for part in parts.folded(back):
-        passed[part] = found[part].after(total(passed, sources[part]))
+        passed[part] = found[part].after(_total(passed, sources[part]))
     for part in order:
         if part not in passed:
-            passed[part] = maps[part].after(total(passed, sources[part]))
+            passed[part] = maps[part].after(_total(passed, sources[part]))
     return passed
 
 
-def total(passed: dict[int, Tensor], sources: Sequence[int]) -> Tensor | None:
+def totals(passed: dict[int, Tensor], sources: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+    """What comes to each of `sources`, the sum of what these parts pass on."""
+    found = {i: _total(passed, of_one) for i, of_one in sources.items()}
+    return {i: state for i, state in found.items() if state is not None}
+
+
+def _total(passed: dict[int, Tensor], sources: Sequence[int]) -> Tensor | None:
     """The sum of what these parts pass on, in their order; None if none of them does."""
     found = [passed[part] for part in sources if part in passed]
     return functools.reduce(torch.add, found) if found else None

@@ -1,6 +1,5 @@
 """The loss of tokens that a policy sampled, by the advantage of their answer: a clipped policy gradient."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -8,7 +7,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 Normalization = Literal["grpo", "dapo", "dr_grpo"]
-STD_EPS = 1e-4
 
 
 def policy_losses(
@@ -38,21 +36,6 @@ def kl_estimates(logprobs: Tensor, reference: Tensor) -> Tensor:
     """
     difference = reference - logprobs
     return difference.exp() - difference - 1
-
-
-def group_advantages(rewards: Sequence[float], normalization: Normalization) -> npt.NDArray[np.float64]:
-    """Advantages of the answers to one prompt: their rewards less the mean, over the standard deviation and 1e-4.
-
-    Dr. GRPO (arXiv 2503.20783) does not divide. The deviation is that of a sample: of n answers by n - 1.
-
-    Args:
-        rewards: of each answer; one alone has an advantage of 0.
-    """
-    values = np.asarray(rewards, np.float64)
-    centred = values - values.mean()
-    if normalization == "dr_grpo" or len(values) == 1:
-        return centred
-    return centred / (values.std(ddof=1) + STD_EPS)
 
 
 def token_weights(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, pack_best_fit
-from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset
+from torchtitan_magi.data.datasets.packed_dataset import IGNORE_INDEX, PackedDataset
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from torchtitan_magi.data.tokens.token_cache import default_folder
 from torchtitan_magi.files import regular_file

@@ -46,6 +46,8 @@ class PlanMetrics:
     data_loading_times: list[float]
     time_last_log: float
     has_quantization = False
+    every_step = False  # whether each step is logged, whatever metrics.log_freq says
+    last: dict[str, Any]  # what was logged of the last step
 
     def count_work(self, attention_flops: int, run: RunParts, losses: LossRecord, memory: MeasuredMemory) -> None:
         """Begins to count. attention_flops: per (query, key) pair, in all layers."""
@@ -61,7 +63,7 @@ class PlanMetrics:
         """Whether a step is logged: also the first of this process and the last of the run."""
         if self.first_step is None:
             self.first_step, self.last_logged = step, step - 1
-        return step in (self.first_step, self.run.num_steps) or super().should_log(step)  # type: ignore[misc]
+        return self.every_step or step in (self.first_step, self.run.num_steps) or super().should_log(step)  # type: ignore[misc]
 
     def log(
         self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
@@ -86,6 +88,7 @@ class PlanMetrics:
             **self.memory.look(step),
             **own_metrics,
         }
+        self.last = metrics
         self.logger.log(metrics, step)
         logger.info(step_line(step, self.run.num_steps, metrics))
         self._print("step", step, own_metrics)

@@ -8,12 +8,14 @@ import torch
 from torchtitan_magi.linear.choose import check_heads
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.shapes import heads_of_rank
+from torchtitan_magi.training.batches.given_rollouts import given_rollouts
 from torchtitan_magi.training.batches.pack_loader import build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
 from torchtitan_magi.training.batches.run_length import RunLength, set_run_length
 from torchtitan_magi.training.checkpoints.export import Export, exported_files
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
+from torchtitan_magi.training.kernels_ahead import compile_ahead
 from torchtitan_magi.training.process.groups import data_parallel_rank, group_of
 from torchtitan_magi.training.process.run_folder import keep_log
 from torchtitan_magi.training.settings.checks import check_model
@@ -63,10 +65,12 @@ class RunParts:
         Raises:
             ValueError: the tensor-parallel degree does not divide the heads, or there are no kernels for them.
         """
+        options, heads = attention_options(self.job_config), heads_of_rank(facts, dims.tp)
         if (linear := facts.linear) is not None:
             dtype = getattr(torch, self.job_config.training.mixed_precision_param)
-            check_heads((linear.head_dim, linear.value_dim), dtype, device)
-        options, heads = attention_options(self.job_config), heads_of_rank(facts, dims.tp)
+            if check_heads((linear.head_dim, linear.value_dim), dtype, device):
+                own_heads = linear.num_heads_qk // dims.tp, linear.num_heads_v // dims.tp
+                compile_ahead(own_heads, dtype, device, dims.world_size)
         cp_group, data_rank = group_of(dims, "cp"), data_parallel_rank(dims)
         return MagiRuntime(options, cp_group, heads, device, self.count, windows, data_rank, linear is not None)
 
@@ -92,6 +96,8 @@ class RunParts:
         """
         if section.dataset not in OUR_DATASETS:
             return self._planned(stock())
+        if not section.dataset_path:
+            return self._planned(given_rollouts(section, *place, self.tokenizer, self.job_config))
         loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
         self.sections = sections
         set_run_length(sections, self.job_config, loader)

@@ -1,8 +1,8 @@
-"""What our Trainer does beside torchtitan's: SFT per token or per document, and DPO, by an ``Objective``."""
+"""What our Trainer does beside torchtitan's: SFT, DPO and policy gradients, by an ``Objective``."""
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from torchtitan_magi.training.batches.given_rollouts import GivenRollouts
 from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch, Process, on_device
 from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
@@ -22,6 +24,7 @@ from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.lora import log_trainable
 from torchtitan_magi.training.objectives.objective import SFT, Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
+from torchtitan_magi.training.objectives.policy_gradient import PolicyGradient
 from torchtitan_magi.training.objectives.reference_file import reference_file
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
 from torchtitan_magi.training.process.groups import data_parallel_place, group_of
@@ -29,7 +32,8 @@ from torchtitan_magi.training.process.last_line import stopped, told_on_signal
 from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
-from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
+from torchtitan_magi.wording import quoted_path
 
 TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
 
@@ -46,6 +50,7 @@ class ObjectiveTrainer:
     checkpointer: Any
     tokenizer: Any
     model_parts: Sequence[nn.Module]
+    gc_handler: Any
     dataloader: PlannedLoader
     device: torch.device
     step: int
@@ -157,6 +162,9 @@ class ObjectiveTrainer:
 
     def _make_objective(self, section: Any) -> Objective:
         magi = self.job_config.magi
+        if section.dataset == ROLLOUTS_DATASET:
+            loss_group = group_of(self.parallel_dims, "loss")
+            return PolicyGradient(self.model, magi.rollouts, self.reference_model, loss_group)
         if section.dataset != DPO_DATASET:
             return SFT(self.model, magi.loss_per)
         groups = group_of(self.parallel_dims, "cp"), group_of(self.parallel_dims, "batch")
@@ -165,19 +173,78 @@ class ObjectiveTrainer:
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """torchtitan calls this once, between loading the checkpoint and the first step."""
-        self.steps_done = self.step
-        for objective in self.objectives:
-            objective.reference.prepare(self.step)
+        self._begin()
         self.dataloader.at_once = self.num_microbatches
         return super().batch_generator(data_iterable)  # type: ignore[misc]
 
+    def _begin(self) -> None:
+        """Once, between loading the checkpoint and the first step."""
+        self.steps_done = self.step
+        for objective in self.objectives:
+            objective.reference.prepare(self.step)
+
     def train(self) -> None:
         """torchtitan's, with the reason of a rank that waits too long."""
+        with self._running():
+            super().train()  # type: ignore[misc]
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
         comm = self.job_config.comm
         set_pg_timeouts(timedelta(seconds=comm.init_timeout_seconds), self.parallel_dims)  # else those of torch
         words = LastWords(comm.init_timeout_seconds, comm.train_timeout_seconds)
         with words as self.last_words, told_on_signal(self._stopped):
-            super().train()  # type: ignore[misc]
+            yield
+
+    @contextmanager
+    def given_steps(self) -> Iterator[Callable[[Sequence[Any]], dict[str, float]]]:
+        """Runs steps on rollouts that are given, in place of ``train``. The time-outs stay those of the first step.
+
+        Yields what trains a step on records, see ``rollout_format``, the same on all ranks, and returns what is logged
+        of it. A collective of all ranks.
+        """
+        if not isinstance(given := self.dataloader.loader, GivenRollouts):
+            raise ValueError(
+                f"training.dataset_path is {quoted_path(self.job_config.training.dataset_path)}, but the rollouts of "
+                'each step are given; leave it out, and set training.dataset to "rollouts"'
+            )
+        self.metrics_processor.every_step = True
+        checkpoint, num_steps = self.job_config.checkpoint, self.job_config.training.steps
+
+        def train_on(rollouts: Sequence[Any]) -> dict[str, float]:
+            if self.step >= num_steps:
+                raise ValueError(f"training.steps is {num_steps}, and all of them are done; set it to more")
+            started = time.perf_counter()
+            batches = given.batches(rollouts, self.step, self.num_pipeline_parallel_microbatches)
+            planned = [(self.dataloader.plan(*batch), batch[1]) for batch in batches]
+            self.gradient_accumulation_steps = len(planned) // self.num_pipeline_parallel_microbatches
+            self.metrics_processor.ntokens_since_last_log += sum(labels.numel() for _, labels in planned)
+            self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
+            self.step += 1
+            self.gc_handler.run(self.step)
+            self.train_step(iter(planned))
+            self.checkpointer.save(self.step, last_step=self.step == num_steps)
+            return self.metrics_processor.last
+
+        with self._running():
+            self.checkpointer.load(step=checkpoint.load_step)
+            self._begin()
+            yield train_on
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """transformers' name and value of each trained weight, whole, one after the other. A collective of all ranks.
+
+        Raises:
+            ValueError: the model is in parts, or has adapters.
+        """
+        if self.pipeline is not None or self.job_config.magi.lora.rank:
+            raise ValueError(
+                "weights are given whole, but the model is cut by parallelism.pipeline_parallel_degree or has adapters "
+                "(magi.lora.rank); export them by checkpoint.last_save_in_hf instead"
+            )
+        weights = self.checkpointer.sd_adapter.to_hf(self.checkpointer.states["model"].state_dict())
+        for name, tensor in weights.items():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _stopped(self) -> str:
         checkpointer = self.checkpointer
@@ -187,6 +254,7 @@ class ObjectiveTrainer:
         """A step of torchtitan's, with the items of all its microbatches counted before the first."""
         microbatches = [next(data_iterator) for _ in range(self.num_microbatches)]
         self.objective.start_step()
+        self.metrics_processor.losses.start(self.num_microbatches)
         batches: list[Microbatch] = [inputs[MICROBATCH] for inputs, _ in microbatches]
         for batch in batches:
             batch.num_items = self.objective.count_items(batch)

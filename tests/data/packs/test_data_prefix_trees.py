@@ -176,7 +176,7 @@ def test_branches_keep_the_order_of_the_window():
         tokens = np.array([ord(letter) for text in texts for letter in text], np.int32)
         ends = np.cumsum([*map(len, texts)])
         lengths = np.array([len(text) - 1 for text in texts])
-        trees = grow_trees([Run(tokens, ends - lengths - 1, lengths)], 1000)
+        trees = grow_trees([Run(tokens, ends - lengths - 1, lengths, lengths)], 1000)
         return trees.order.tolist(), trees.shared.tolist()
 
     assert order(["abcdZ", "xyzw", "abcdA", "abcdM"]) == ([0, 2, 3, 1], [0, 3, 3, 0])

@@ -424,7 +424,7 @@ def test_large_data_are_checked_as_they_are_tokenized(folder, tokenizer, cache, 
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"train.jsonl:151: not JSON"):
         dataset(tmp_path, tokenizer, cache)
-    with mock.patch("torchtitan_magi.data.packs.packed_dataset.CHECKED_BYTES", 1000):
+    with mock.patch("torchtitan_magi.data.datasets.packed_dataset.CHECKED_BYTES", 1000):
         packs = dataset(tmp_path, tokenizer, cache)
     with pytest.raises(ValueError, match=r"train.jsonl:151: not JSON"):
         list(packs)

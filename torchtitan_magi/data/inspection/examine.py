@@ -17,9 +17,9 @@ import numpy as np
 
 from torchtitan_magi import machine
 from torchtitan_magi.data import guard
+from torchtitan_magi.data.datasets.pairs import pieces_of_pairs
 from torchtitan_magi.data.inspection.findings import Checker, Found
 from torchtitan_magi.data.inspection.spelling import Cell, Part, Speller
-from torchtitan_magi.data.packs.pairs import pieces_of_pairs
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.records.formats import parse_document, parse_pair
 from torchtitan_magi.data.records.record_file import attempt

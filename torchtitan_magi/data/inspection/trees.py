@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_magi.data.datasets.packed_dataset import PackedDataset, Sample
+from torchtitan_magi.data.datasets.sft import PackedSFTDataset
 from torchtitan_magi.data.inspection.spelling import Speller, visible
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.packed_dataset import PackedDataset, Sample
 from torchtitan_magi.data.packs.prefix_trees import branches_of_documents, nodes_of
-from torchtitan_magi.data.packs.sft import PackedSFTDataset
 from torchtitan_magi.data.tokens.chat import ChatTokenizer
 from torchtitan_magi.data.tokens.token_cache import default_folder
 

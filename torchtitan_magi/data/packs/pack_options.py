@@ -24,6 +24,7 @@ class PackOptions:
     weighted: bool = True
     window_blocks: int = WINDOW_BLOCKS
     share_prefixes: bool = False
+    share_labels: bool = True
     packs_per_step: int = 1
 
     def __post_init__(self) -> None:

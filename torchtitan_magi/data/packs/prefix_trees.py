@@ -28,12 +28,13 @@ _FACTORS = np.random.default_rng(0).integers(2**63, size=2**10, dtype=np.uint64)
 
 
 class Run(NamedTuple):
-    """Pieces of one block: its tokens, int32 [t], and of n pieces the first token and the number of positions, int64
-    [n]. A piece has one token more than positions."""
+    """Pieces of one block: its tokens, int32 [t], and of n pieces the first token, the number of positions, and how
+    many of the first ones it may share, int64 [n] each. A piece has one token more than positions."""
 
     tokens: np.ndarray
     first: np.ndarray
     length: np.ndarray
+    sharable: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -91,22 +92,22 @@ def grow_trees(runs: Sequence[Run], seq_len: int) -> Trees:
 
 
 def _tokens_of_alike(runs: Sequence[Run]) -> dict[int, np.ndarray]:
-    """Number -> tokens of each piece whose first tokens may be those of another, by their hash."""
+    """Number -> tokens that each piece may share, if the first of them may be those of another, by their hash."""
     keys = np.concatenate([np.zeros(0, np.uint64), *map(_keys, runs)])
     _, which, count = np.unique(keys, return_inverse=True, return_counts=True)
     alike = (count[which] > 1) & (keys != 0)
     found, before = {}, 0
-    for tokens, first, length in runs:
+    for tokens, first, _, sharable in runs:
         for number in np.flatnonzero(alike[before : before + len(first)]).tolist():
-            found[before + number] = tokens[first[number] : first[number] + length[number] + 1]
+            found[before + number] = tokens[first[number] : first[number] + sharable[number] + 1]
         before += len(first)
     return found
 
 
 def _keys(run: Run) -> np.ndarray:
-    """uint64 [n]: a hash of the first SHORTEST + 1 tokens of each piece; 0 where it has fewer."""
+    """uint64 [n]: a hash of the first SHORTEST + 1 tokens of each piece; 0 where it may share fewer."""
     keys = np.zeros(len(run.first), np.uint64)
-    long = np.flatnonzero(run.length >= SHORTEST)
+    long = np.flatnonzero(run.sharable >= SHORTEST)
     if len(long):
         beginnings = np.lib.stride_tricks.sliding_window_view(run.tokens, SHORTEST + 1)[run.first[long]]
         keys[long] = (beginnings.astype(np.uint64) * _FACTORS[: SHORTEST + 1]).sum(1) | np.uint64(1)

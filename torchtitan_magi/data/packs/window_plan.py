@@ -203,7 +203,8 @@ def plan_window(
     pieces = Pieces.concatenate([pieces for _, pieces in found])
     trees = Trees.of_single(len(pieces))
     if options.share_prefixes:
-        trees = grow_trees([_run(open_sound(block, those.index), those) for block, those in found], seq_len)
+        runs = [_run(open_sound(block, those.index), those, options.share_labels) for block, those in found]
+        trees = grow_trees(runs, seq_len)
     last = cursor.window + 1 == order.num_windows
     seed = None if order.seed is None else [order.seed, cursor.epoch, 1 + cursor.window]
     packs, carried = _pack(trees.lengths(pieces.length), seq_len, seed, last)
@@ -238,8 +239,10 @@ def _pairs_of(length: np.ndarray, shared: np.ndarray, bounds: np.ndarray) -> np.
     return before[bounds[1:]] - before[bounds[:-1]]
 
 
-def _run(tokens: TokenBlock, pieces: Pieces) -> Run:
-    return Run(tokens.tokens, tokens.begins(pieces.index) + pieces.start, pieces.length)
+def _run(tokens: TokenBlock, pieces: Pieces, share_labels: bool) -> Run:
+    first = tokens.begins(pieces.index) + pieces.start
+    unlabelled = pieces.length if share_labels else tokens.first_learned(first + 1) - first - 1
+    return Run(tokens.tokens, first, pieces.length, np.minimum(pieces.length, unlabelled))
 
 
 def blocks_carried(records: Corpus, cursor: Cursor) -> list[int]:

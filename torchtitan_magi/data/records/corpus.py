@@ -6,6 +6,7 @@ import itertools
 import os
 import zlib
 from bisect import bisect_right
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 
 from torchtitan_magi.data.records.formats import parse_document
 from torchtitan_magi.data.records.record_file import Parse, RecordFile
+from torchtitan_magi.data.records.record_list import RecordList
 from torchtitan_magi.data.records.sources import parse_sources
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
@@ -91,6 +93,19 @@ class Corpus:
                     raise ValueError(f"source {quoted_path(name.path)} holds no record; write one JSON object per line")
                 self.sources.append(source)
                 self.files += source.files
+        self._number()
+
+    @classmethod
+    def of_records(cls, name: str, values: Sequence[Any], parse: Parse = parse_document) -> "Corpus":
+        """The JSON values of a list, at least one. name: of the list, for messages."""
+        corpus = cls.__new__(cls)
+        corpus.paths, corpus.files = name, [RecordList(name, values, parse)]
+        corpus.sources = [Source(name, 1.0, corpus.files, 0, 0)]
+        corpus._number()
+        return corpus
+
+    def _number(self) -> None:
+        """Numbers records and blocks."""
         if sum(source.weight * len(source) for source in self.sources) < 1:
             raise ValueError(
                 f"the weights of {quoted_path(self.paths)} leave less than one record an epoch; give larger ones"

@@ -174,6 +174,10 @@ class ChatTokenizer:
         """Tokenizes a batch. A record that is refused, or that is a ValueError already, is its ValueError."""
         return [attempt(_document_of, *of_one) for of_one in self._tokenized(records, self._render_record)]
 
+    def rollouts(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedAnswers | ValueError]:
+        """Tokenizes a batch of rollouts, as `documents` does. Token ids are taken as they are."""
+        return [attempt(_rollouts_of, *of_one) for of_one in self._tokenized(records, self._render_rollouts)]
+
     def pairs(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedPairs | ValueError]:
         """Tokenizes a batch of records of preference pairs, as `documents` does."""
         return [attempt(_pairs_of, *of_one) for of_one in self._tokenized(records, self._render_answers)]
@@ -207,6 +211,13 @@ class ChatTokenizer:
         if "completions" in record:
             return [self._render(record, record["prompt"] + completion) for completion in record["completions"]]
         return [self._render(record, record["messages"])]
+
+    def _render_rollouts(self, record: dict[str, Any]) -> "list[_Text]":
+        """None of those that are token ids."""
+        if "prompt_ids" in record:
+            return []
+        prompt = record["prompt"]
+        return [self._render(record, prompt + answer, len(prompt)) for answer in record["completions"]]
 
     def _render_answers(self, record: dict[str, Any]) -> "list[_Text]":
         prompt = record["prompt"]
@@ -302,6 +313,37 @@ def _document_of(record: dict[str, Any], documents: list[TokenizedDocument]) -> 
 
 def _pairs_of(record: dict[str, Any], documents: list[TokenizedDocument]) -> TokenizedPairs:
     return pairs_of(documents, record["pairs"])
+
+
+def _rollouts_of(record: dict[str, Any], documents: list[TokenizedDocument]) -> TokenizedAnswers:
+    """The tokens of a prompt's answers. documents: of their texts; empty where the record has token ids."""
+    if "prompt_ids" in record:
+        prompt = record["prompt_ids"]
+        for answer, mask in zip(record["completions"], record["masks"], strict=True):
+            learned = np.array([0] * len(prompt) + ([1] * len(answer) if mask is None else mask), bool)
+            documents.append(TokenizedDocument(np.array(prompt + answer, np.int32), learned))
+    logprobs = [
+        _at_tokens(f"completions[{number}]", document, given, record)
+        for number, (document, given) in enumerate(zip(documents, record["logprobs"], strict=True))
+        if given is not None
+    ]
+    return TokenizedAnswers(tuple(documents), tuple(record["values"]), record["rewarded"], tuple(logprobs))
+
+
+def _at_tokens(name: str, document: TokenizedDocument, given: list[float], record: dict[str, Any]) -> np.ndarray:
+    """float32 [n]: the log-probabilities of the tokens that were sampled, NaN elsewhere."""
+    where = np.flatnonzero(document.loss_mask)
+    if "prompt_ids" in record:
+        where = np.arange(len(record["prompt_ids"]), len(document.tokens))
+    if len(given) != len(where):
+        raise ValueError(
+            f"{name} has {len(given)} logprobs for {len(where)} tokens; give one for each token, best beside "
+            '"prompt_ids" and "completion_ids", which are taken as they were sampled'
+        )
+    found = np.full(len(document.tokens), np.nan, np.float32)
+    found[where] = given
+    found[~document.loss_mask] = np.nan
+    return found
 
 
 class _Text(NamedTuple):

@@ -24,11 +24,14 @@ class TokenizedAnswers:
     """The tokens of a prompt with several answers.
 
     documents: the conversation with each of them, prompt included; weights: how often each counts in the loss, 0 or
-    more.
+    more, or, of rollouts, its advantage, or its reward where they are ``rewarded``; logprobs: float32 [n] of each
+    document, of its tokens under the policy that sampled them, NaN elsewhere; none where they are not known.
     """
 
     documents: tuple[TokenizedDocument, ...]
     weights: tuple[float, ...]
+    rewarded: bool = False
+    logprobs: tuple[np.ndarray, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:

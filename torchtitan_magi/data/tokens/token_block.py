@@ -11,11 +11,11 @@ import numpy as np
 from torchtitan_magi.data.tokens.array_file import Layout
 from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPairs, num_common
 
-VERSION = 5  # of the files, and of the way from a record to its tokens
+VERSION = 6  # of the files, and of the way from a record to its tokens
 
 _INDEX = {"bounds": np.int64, "firsts": np.int64, "weights": np.float32, "learned": np.int64}
 _INDEX |= {"pairs": np.int64, "first_pairs": np.int64, "common": np.int64}
-_INDEX |= {"checksums": np.uint32, "noted": np.uint32}
+_INDEX |= {"checksums": np.uint32, "noted": np.uint32, "rewarded": np.uint32, "logprobs": np.float32}
 _FILE = Layout(b"magitoks", _INDEX, "tokens")
 Tokenized = TokenizedDocument | TokenizedAnswers | TokenizedPairs
 
@@ -27,12 +27,13 @@ class TokenBlock:
     """The tokens of n consecutive records, of p parts: documents, or of each record prompt and answers.
 
     tokens: int32 [t], parts one after the other; bounds: int64 [p + 1], first token of each part, and t; firsts: int64
-    [n + 1], first part of each record, and p; weights: float32 [p], how often each part counts in the loss; learned:
+    [n + 1], first part of each record, and p; weights: float32 [p], of each part, see `TokenizedAnswers`; learned:
     int64 [m, 2], ranges of tokens to predict, ascending; pairs: int64 [k, 2], numbers of the chosen and the rejected
     answer in their record; first_pairs: int64 [n + 1], first pair of each record, and k; common: int64 [k], number of
     tokens with which both answers of a pair begin; checksums: uint32 [n], CRC-32 of each record's tokens; malformed:
     index in the block -> what is wrong with the record, which then has no token; notes: what the chat template left out
-    of records; noted: uint32 [n], bit k is set for a record that notes[k] is true of.
+    of records; noted: uint32 [n], bit k is set for a record that notes[k] is true of; rewarded: uint32 [n], 1 for
+    rollouts with rewards; logprobs: float32 [t], see `TokenizedAnswers`, or [0] where no record has any.
     """
 
     tokens: np.ndarray
@@ -45,6 +46,8 @@ class TokenBlock:
     common: np.ndarray
     checksums: np.ndarray
     noted: np.ndarray
+    rewarded: np.ndarray
+    logprobs: np.ndarray
     malformed: dict[int, str]
     notes: list[str]
 
@@ -80,6 +83,8 @@ class TokenBlock:
             np.array(common, np.int64),
             np.array(checksums, np.uint32),
             noted,
+            np.array([isinstance(record, TokenizedAnswers) and record.rewarded for record in records], np.uint32),
+            _logprobs_of(records, rows),
             malformed,
             notes,
         )
@@ -146,6 +151,14 @@ def _parts_of(record: Tokenized | ValueError) -> list[TokenizedDocument]:
 
 def _weights_of(record: Tokenized | ValueError, parts: list[TokenizedDocument]) -> Sequence[float]:
     return record.weights if isinstance(record, TokenizedAnswers) else [1.0] * len(parts)
+
+
+def _logprobs_of(records: Sequence[Tokenized | ValueError], rows: list[list[TokenizedDocument]]) -> np.ndarray:
+    given = [record.logprobs if isinstance(record, TokenizedAnswers) else () for record in records]
+    if not any(given):
+        return np.zeros(0, np.float32)
+    missing = [[np.full(len(part.tokens), np.nan, np.float32) for part in row] for row in rows]
+    return np.concatenate([of_part for own, none in zip(given, missing, strict=True) for of_part in own or none])
 
 
 def _notes_of(parts: Sequence[TokenizedDocument]) -> set[str]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torchtitan.train
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
+from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
 from torchtitan_magi.titan.v02.attention import local_batches
@@ -61,6 +62,12 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         build_model_converters(job_config, self.parallel_dims).convert(model)
         model = spec.parallelize_fn(model, self.parallel_dims, job_config)
         return LogprobModel(self.with_memory(model), self.model.compiled)
+
+
+def build(arguments: list[str]) -> MagiTrainer:
+    """The Trainer of a command line, with the TOML file of ``--job.config_file``."""
+    init_logger()
+    return MagiTrainer(ConfigManager().parse_args(arguments))
 
 
 def main() -> None:

@@ -241,14 +241,19 @@ def _make_room_for_positions(config: Any) -> None:
         attention.rope = replace(attention.rope, max_seq_len=longest)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Trains as the command line says, with the TOML file of ``--job.config_file``."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+def build(arguments: list[str]) -> MagiTrainer:
+    """The Trainer of a command line, with the TOML file of ``--job.config_file``."""
     init_logger()
     job = read_job_config(config_file(arguments), arguments)
-    trainer = MagiTrainer.Config(**trainer_options(job)).build()
+    trainer: MagiTrainer = MagiTrainer.Config(**trainer_options(job)).build()
+    save_config(job)
+    return trainer
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains as the command line says, with the TOML file of ``--job.config_file``."""
+    trainer = build(list(sys.argv[1:] if arguments is None else arguments))
     try:
-        save_config(job)
         if trainer.config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(0, last_step=True)
         else:

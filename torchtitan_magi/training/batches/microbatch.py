@@ -21,7 +21,9 @@ from torchtitan_magi.planning.plan import AttnPlan
 MICROBATCH = "microbatch"  # its key beside "input" in the dict that torchtitan's Trainer hands on
 Batch = tuple[dict[str, Any], Tensor]  # "input" and MICROBATCH; labels
 # what is not for the model
-_FROM_LOADERS = ("input", "documents", "records", "label_weights", "pairs", "pair_ids", "pair_numbers")
+_FROM_LOADERS = (
+    "input", "documents", "records", "label_weights", "advantages", "behaviour", "pairs", "pair_ids", "pair_numbers"
+)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -37,10 +39,13 @@ class Microbatch:
             records.
         model_inputs: what the model is called with besides: "positions", int32 [batch, seq_len], if they are not to run
             over the pack.
-        pairs: int64 [k, 2], numbers of the branches that are chosen and rejected; None: there are no preference pairs.
-        pair_numbers: int64 [k], the number of each pair in its record; None without pairs.
         label_weights: float64 [batch, 2, seq_len], what each label weighs in a mean over labels and in one over
             documents, where several documents may share it; None: all in a document weigh the same.
+        advantages: float32 [n], of each branch, where these are sampled answers.
+        behaviour: float32 [batch, seq_len], the log-probability of each of their labels under the policy that sampled
+            it; NaN where it is not known.
+        pairs: int64 [k, 2], numbers of the branches that are chosen and rejected; None: there are no preference pairs.
+        pair_numbers: int64 [k], the number of each pair in its record; None without pairs.
 
     Attributes:
         plans: one for each kind of layers; indices: this rank's index data of each, on the host.
@@ -55,6 +60,8 @@ class Microbatch:
     records: npt.NDArray[np.int64] | None
     model_inputs: dict[str, Any]
     label_weights: Tensor | None = None
+    advantages: npt.NDArray[np.float32] | None = None
+    behaviour: Tensor | None = None
     pairs: npt.NDArray[np.int64] | None = None
     pair_numbers: npt.NDArray[np.int64] | None = None
     plans: tuple[AttnPlan, ...] = ()
@@ -83,6 +90,8 @@ class Microbatch:
             inputs.get("records", inputs.get("pair_ids")),
             model_inputs,
             inputs.get("label_weights"),
+            inputs.get("advantages"),
+            inputs.get("behaviour"),
             None if pairs is None else pairs.astype(np.int64),
             inputs.get("pair_numbers"),
         )
@@ -117,7 +126,8 @@ class Microbatch:
     def digest(self) -> int:
         """63 bits for tokens, labels, documents and pairs, by which ranks tell whether they have the same."""
         digest = hashlib.blake2b(digest_size=8)
-        for array in (self.tokens, self.labels, self.branches, self.label_weights, self.pairs):
+        more = self.label_weights, self.advantages, self.behaviour, self.pairs
+        for array in (self.tokens, self.labels, self.branches, *more):
             if array is not None:
                 digest.update(np.asarray(array).tobytes())
         return int.from_bytes(digest.digest()) >> 1

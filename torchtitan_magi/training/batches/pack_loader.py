@@ -9,16 +9,16 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, collate_packs
+from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedRolloutDataset, PackedSFTDataset, collate_packs
+from torchtitan_magi.data.datasets.packed_dataset import PackedDataset, Sample, padding_like
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.packed_dataset import PackedDataset, Sample, padding_like
 from torchtitan_magi.data.packs.window_plan import unreadable_state
 from torchtitan_magi.data.tokens.token_cache import default_folder
 from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.training.batches.findings import check_findings
 from torchtitan_magi.training.batches.template_date import keep_template_date, template_date
 from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
-from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
 from torchtitan_magi.wording import shown
 
 logger = logging.getLogger(__name__)
@@ -136,10 +136,22 @@ def warn_of_shorter_packs(length: int, of_training: int) -> None:
         )
 
 
+def chat_of(tokenizer: Any, job_config: Any) -> ChatTokenizer:
+    """The run's tokenizer with its chat template. Says, and keeps, which date a template prints."""
+    day = template_date(job_config.magi.template_date, job_config.job.dump_folder)
+    assets = job_config.model.hf_assets_path
+    chat = ChatTokenizer.from_assets(tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, assets, day)
+    if chat.prints_date:
+        keep_template_date(job_config.job.dump_folder, day)
+        logger.info(f"The chat template prints the date: {day}; another by magi.template_date")
+    return chat
+
+
 def build_dataloader(
     section: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, training: bool
 ) -> PackLoader:
-    """Packs of ``section.dataset_path`` for one data-parallel rank: documents for "sft", preference pairs for "dpo".
+    """Packs of ``section.dataset_path`` for one data-parallel rank: documents for "sft", preference pairs for "dpo",
+    answers for "rollouts".
 
     A collective of all ranks where there are several.
 
@@ -157,15 +169,9 @@ def build_dataloader(
     warn_of_shorter_packs(section.seq_len, job_config.training.seq_len)
     packs_per_batch = section.local_batch_size * dp_world_size
     batches_per_step = max(1, section.global_batch_size // packs_per_batch) if training else 1
-    day = template_date(magi.template_date, job_config.job.dump_folder)
 
     def make() -> PackedDataset:
-        chat = ChatTokenizer.from_assets(
-            tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, job_config.model.hf_assets_path, day
-        )
-        if chat.prints_date:
-            keep_template_date(job_config.job.dump_folder, day)
-            logger.info(f"The chat template prints the date: {day}; another by magi.template_date")
+        chat = chat_of(tokenizer, job_config)
         shard = (section.seq_len, dp_rank, dp_world_size)
         options = {
             "seed": job_config.debug.seed or 0,
@@ -180,13 +186,17 @@ def build_dataloader(
         dataset: PackedDataset
         if pairs := section.dataset == DPO_DATASET:
             dataset = PackedPairDataset(path, chat.pair, *shard, shared_prompt=magi.dpo.shared_prompt, **options)
+        elif section.dataset == ROLLOUTS_DATASET:
+            rollouts = magi.rollouts
+            own = {"scale_rewards": rollouts.normalization != "dr_grpo", "on_policy": rollouts.on_policy}
+            dataset = PackedRolloutDataset(path, chat, *shard, **own, **options)
         else:
             own = {"long_documents": magi.long_documents, "share_prefixes": magi.share_prefixes}
             dataset = PackedSFTDataset(path, chat, *shard, **own, **options)
         rank, size = rank_and_size()
         if magi.bad_records == "error":  # in all records, each rank in its share
             dataset.check(rank, size)
-        if training and rank == 0:
+        if training and rank == 0 and section.dataset != ROLLOUTS_DATASET:
             check_findings(dataset.records, chat, pairs, job_config.model.hf_assets_path, magi.findings == "warn")
         return dataset
 

@@ -146,6 +146,10 @@ class LossRecord:
     """
 
     def __init__(self, num_microbatches: int) -> None:
+        self.start(num_microbatches)
+
+    def start(self, num_microbatches: int) -> None:
+        """Forgets what it has. num_microbatches: as above, which may differ from step to step."""
         self.microbatches: deque[tuple[Tensor, Tensor | float]] = deque(maxlen=num_microbatches)
 
     def add(self, loss_sum: Tensor, num_items: Tensor | float) -> None:

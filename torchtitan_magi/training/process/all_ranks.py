@@ -93,6 +93,20 @@ def _gathered_patiently(mine: Any) -> list[Any]:
     return _awaited(store, key)
 
 
+def of_first_rank(mine: T) -> T:
+    """What rank 0 has, on all ranks. A collective of all ranks, for which rank 0 may come hours later."""
+    if rank_and_size()[1] == 1:
+        return mine
+    store, key = dist.group.WORLD.get_group_store(), f"torchtitan_magi/first/{next(_numbers)}"
+    if is_first_rank():
+        store.set(key, pickle.dumps(mine))
+    found = _awaited(store, key)
+    dist.barrier()
+    if is_first_rank():
+        store.delete_key(key)
+    return found
+
+
 def _awaited(store: dist.Store, key: str) -> Any:
     store.wait([key], PATIENCE)
     return pickle.loads(store.get(key))

@@ -21,7 +21,12 @@ def check_options(magi: Magi) -> None:
     Raises:
         ValueError: one line that names the value and the remedy.
     """
-    for options, prefix in ((magi, "magi"), (magi.dpo, "magi.dpo"), (magi.lora, "magi.lora")):
+    for options, prefix in (
+        (magi, "magi"),
+        (magi.dpo, "magi.dpo"),
+        (magi.rollouts, "magi.rollouts"),
+        (magi.lora, "magi.lora"),
+    ):
         for option in fields(options):
             value, kind = getattr(options, option.name), option.type
             if (get_origin(kind) is Literal or kind in (bool, float, str)) and not is_of(value, kind):
@@ -77,15 +82,37 @@ def check_options_for_pairs(magi: Magi) -> None:
         raise ValueError(
             f"magi.dpo.reference_path is {quoted_path(dpo.reference_path)}, a folder; add the name of a file"
         )
+    _check_options_for_answers(magi, "dpo")
+
+
+def check_options_for_rollouts(magi: Magi) -> None:
+    """Checks what training on rollouts asks of the options. Raises ValueError as ``check_options``."""
+    rollouts = magi.rollouts
+    for name, most in (("clip_low", 1.0), ("clip_high", math.inf)):
+        if not 0 < (value := getattr(rollouts, name)) < most:
+            raise ValueError(f"magi.rollouts.{name} is {quoted(value)}; use a number above 0, such as 0.2")
+    if not 0 <= rollouts.beta < math.inf:
+        raise ValueError(f"magi.rollouts.beta is {quoted(rollouts.beta)}; use a number of at least 0, such as 0.04")
+    if type(rollouts.max_length) is not int or rollouts.max_length < 0:
+        raise ValueError(f"magi.rollouts.max_length is {quoted(rollouts.max_length)}; use a number of tokens")
+    if (rollouts.normalization == "dr_grpo") != (rollouts.max_length > 0):
+        raise ValueError(
+            f"magi.rollouts.max_length is {rollouts.max_length} with normalization {quoted(rollouts.normalization)}; "
+            'give the tokens that an answer could have with "dr_grpo", and 0 with the others'
+        )
+    _check_options_for_answers(magi, "rollouts")
+
+
+def _check_options_for_answers(magi: Magi, dataset: str) -> None:
     if magi.long_documents != "truncate":
         raise ValueError(
-            f"magi.long_documents is {quoted(magi.long_documents)}, but a preference pair cannot be split; "
-            'use "truncate" with dataset "dpo"'
+            f"magi.long_documents is {quoted(magi.long_documents)}, but answers cannot be split; "
+            f'use "truncate" with dataset "{dataset}"'
         )
     if magi.positions == "pack":
         raise ValueError(
-            'magi.positions is "pack", but both answers of a pair continue the positions of its prompt; '
-            'use "auto" with dataset "dpo"'
+            f'magi.positions is "pack", but the answers to a prompt continue its positions; use "auto" with dataset '
+            f'"{dataset}"'
         )
 
 

@@ -9,7 +9,7 @@ from torchtitan_magi.models.config_file import ConfigFile
 from torchtitan_magi.models.model_config import ModelConfig, differences, read_model_config
 from torchtitan_magi.models.names import PICTURES
 from torchtitan_magi.training.checkpoints.hf_weights import ExportLayout, check_weights, float32_names, shard_numbers
-from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.training.settings.options import has_reference
 from torchtitan_magi.training.settings.resume import folder_of_checkpoints, initial_weights
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
@@ -61,7 +61,7 @@ def check_folders(job_config: Any, config: ModelConfig) -> ExportLayout:
         if problem:
             logger.warning(problem)
     resumes = folder_of_checkpoints(job_config).exists()
-    if source and (not resumes or job_config.training.dataset == DPO_DATASET):  # a reference always starts from there
+    if source and (not resumes or has_reference(job_config)):  # a reference always starts from there
         check_weights(source, config)
     _warn_of_positions(job_config.training.seq_len, config, exports and not job_config.magi.lora.rank)
     if exports and job_config.magi.lora.rank and job_config.magi.random_weights:

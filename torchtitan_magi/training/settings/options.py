@@ -1,11 +1,12 @@
 """The options of the ``[magi]`` section of a TOML file."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 SFT_DATASET = "sft"
 DPO_DATASET = "dpo"
-OUR_DATASETS = (SFT_DATASET, DPO_DATASET)
+ROLLOUTS_DATASET = "rollouts"
+OUR_DATASETS = (SFT_DATASET, DPO_DATASET, ROLLOUTS_DATASET)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,31 @@ class DPO:
     prompt."""
 
 
+@dataclass(frozen=True)
+class Rollouts:
+    """Clipped policy gradient on sampled answers (arXiv 1707.06347, 2402.03300), for dataset "rollouts"."""
+
+    normalization: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """What the loss is a mean over: all tokens of a step ("dapo", arXiv 2503.14476), its answers, each by the mean over
+    its tokens ("grpo"), or its answers, each by the sum over its tokens / max_length ("dr_grpo", arXiv 2503.20783,
+    which does not divide rewards by their standard deviation either)."""
+
+    max_length: int = 0
+    """Tokens that an answer could have when it was sampled, for normalization "dr_grpo"."""
+
+    clip_low: float = 0.2
+    """How far the ratio of new to old probability counts below 1 (no unit)."""
+
+    clip_high: float = 0.2
+    """The same above 1. DAPO takes 0.28."""
+
+    beta: float = 0.0
+    """Weight of the KL divergence to the initial weights (no unit). 0: none, and no reference in memory."""
+
+    on_policy: bool = False
+    """Train answers without log-probabilities, as if the weights that each step begins with had sampled them."""
+
+
 EXPERTS = "experts"  # in LoRA.target_modules
 
 
@@ -63,7 +89,7 @@ class LoRA:
 
 @dataclass(frozen=True)
 class Magi:
-    """Varlen context parallelism, packed SFT data and preference training."""
+    """Varlen context parallelism and packed data: datasets "sft", "dpo" and "rollouts"."""
 
     backend: Literal["auto", "ffa", "flex"] = "auto"
     """Attention kernel: ours for Hopper GPUs ("ffa") or torch's flex_attention ("flex": any machine, slower). "auto":
@@ -87,7 +113,7 @@ class Magi:
 
     positions: Literal["auto", "document", "pack"] = "auto"
     """Rotary positions restart at 0 in every document ("document") or run over the whole pack ("pack"). "auto":
-    document for datasets "sft" and "dpo", pack for torchtitan's own."""
+    document for our datasets, pack for torchtitan's own."""
 
     long_documents: Literal["truncate", "split"] = "truncate"
     """Cut documents longer than training.seq_len tokens at the end, or split them into several. For dataset "sft"."""
@@ -99,16 +125,14 @@ class Magi:
 
     epochs: int = -1
     """Number of passes over the data, which sets training.steps and the schedule of the learning rate; -1: no end.
-    Lower training.steps end both earlier; left at 10,000 they count as not given. For datasets "sft" and "dpo"."""
+    Lower training.steps end both earlier; left at 10,000 they count as not given. For our datasets."""
 
     shuffle: bool = True
-    """A new seeded order in every epoch. false: the order of the files, as far as packing allows. For datasets "sft"
-    and "dpo"."""
+    """A new seeded order in every epoch. false: the order of the files, as far as packing allows. For our datasets."""
 
     bad_records: Literal["error", "skip"] = "error"
     """Malformed records stop the run ("error") or are left out, counted and named ("skip"). "error" stops it before the
-    first step where that can be told. "skip" logs the first of them with file and line. For datasets "sft" and
-    "dpo"."""
+    first step where that can be told. "skip" logs the first of them with file and line. For our datasets."""
 
     findings: Literal["error", "warn"] = "error"
     """What surely goes wrong in the chat template, or in each of the few records that are looked at before the first
@@ -139,4 +163,11 @@ class Magi:
     """Modules of your own that add flavors, converters or datasets; imported before these are looked up."""
 
     dpo: DPO = field(default_factory=DPO)
+    rollouts: Rollouts = field(default_factory=Rollouts)
     lora: LoRA = field(default_factory=LoRA)
+
+
+def has_reference(job_config: Any) -> bool:
+    """Whether the loss compares the policy with the initial weights."""
+    dataset, magi = job_config.training.dataset, job_config.magi
+    return dataset == DPO_DATASET or (dataset == ROLLOUTS_DATASET and magi.rollouts.beta > 0)

@@ -11,7 +11,7 @@ from torchtitan_magi.training.checkpoints.digests import METADATA
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
 from torchtitan_magi.training.process.run_folder import lock_checkpoints, lock_folder
-from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.training.settings.options import DPO_DATASET, has_reference
 from torchtitan_magi.wording import quoted_path, shown
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def _loaded_folders(job_config: Any) -> list[Path]:
         last = saved / f"step-{step_to_load(checkpoint, steps)}"
         if (last / METADATA).is_file():
             folders.append(last)
-    needs_initial = not saved.is_dir() or job_config.training.dataset == DPO_DATASET
+    needs_initial = not saved.is_dir() or has_reference(job_config)
     if initial and needs_initial:
         if not Path(initial).is_dir():
             raise ValueError(

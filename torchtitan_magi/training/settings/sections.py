@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchtitan_magi.training.process.all_ranks import rank_and_size
-from torchtitan_magi.training.settings.magi_section import check_options_for_pairs
-from torchtitan_magi.training.settings.options import DPO_DATASET, OUR_DATASETS, SFT_DATASET
+from torchtitan_magi.training.settings.magi_section import check_options_for_pairs, check_options_for_rollouts
+from torchtitan_magi.training.settings.options import DPO_DATASET, OUR_DATASETS, ROLLOUTS_DATASET, SFT_DATASET
 from torchtitan_magi.wording import quoted, quoted_path
 
 ENTRY = "torchrun -m torchtitan_magi.train"
@@ -62,7 +62,8 @@ def _check_section(job_config: Any, name: str, titans: Iterable[str]) -> None:
     if section.dataset not in (*OUR_DATASETS, *titans):
         known = ", ".join(map(repr, (*OUR_DATASETS, *titans)))
         raise ValueError(f"{name}.dataset is {quoted(section.dataset)}; use one of {known}")
-    if section.dataset in OUR_DATASETS and not section.dataset_path:
+    given_by_step = name == "training" and section.dataset == ROLLOUTS_DATASET  # by open_trainer
+    if section.dataset in OUR_DATASETS and not section.dataset_path and not given_by_step:
         raise ValueError(
             f"{name}.dataset_path is {quoted_path(section.dataset_path)}; give the JSONL file of dataset "
             f"{quoted(section.dataset)}, or all its sources in one string, separated by commas"
@@ -80,17 +81,18 @@ def _check_section(job_config: Any, name: str, titans: Iterable[str]) -> None:
     if job_config.magi.share_prefixes and section.dataset != SFT_DATASET:
         raise ValueError(
             f"magi.share_prefixes is true and {name}.dataset {quoted(section.dataset)}; it is for the documents of "
-            f"dataset {SFT_DATASET!r}: use that, or false (pairs share their prompt by magi.dpo.shared_prompt)"
+            f"dataset {SFT_DATASET!r}: use that, or false (pairs and rollouts share their prompts without it)"
         )
 
 
 def _check_validation(job_config: Any) -> None:
     training, validation = job_config.training, job_config.validation
-    if (validation.dataset == DPO_DATASET) != (training.dataset == DPO_DATASET):
-        raise ValueError(
-            f"validation.dataset is {quoted(validation.dataset)} and training.dataset {quoted(training.dataset)}; "
-            f"validate on what is trained, preference pairs ({DPO_DATASET!r}) or not"
-        )
+    for kind in (DPO_DATASET, ROLLOUTS_DATASET):
+        if (validation.dataset == kind) != (training.dataset == kind):
+            raise ValueError(
+                f"validation.dataset is {quoted(validation.dataset)} and training.dataset {quoted(training.dataset)}; "
+                f"validate on what is trained, {kind!r} or not"
+            )
     if validation.seq_len > training.seq_len:
         raise ValueError(  # torchtitan makes as many rotary positions as training needs
             f"validation.seq_len is {validation.seq_len}; use at most training.seq_len, {training.seq_len}"
@@ -100,7 +102,7 @@ def _check_validation(job_config: Any) -> None:
 def _check_objective(job_config: Any, has_objectives: bool) -> None:
     magi, training = job_config.magi, job_config.training
     ours = {
-        f"training.dataset is {DPO_DATASET!r}": training.dataset == DPO_DATASET,
+        f"training.dataset is {training.dataset!r}": training.dataset in (DPO_DATASET, ROLLOUTS_DATASET),
         'magi.loss_per is "document"': magi.loss_per == "document",
         "magi.share_prefixes is true": magi.share_prefixes,
     }
@@ -108,3 +110,5 @@ def _check_objective(job_config: Any, has_objectives: bool) -> None:
         raise ValueError(f"{what}, which torchtitan's own entry point does not know; start it with {ENTRY}")
     if training.dataset == DPO_DATASET:
         check_options_for_pairs(magi)
+    if training.dataset == ROLLOUTS_DATASET:
+        check_options_for_rollouts(magi)

@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_magi.data.datasets.packed_dataset import IGNORE_INDEX, PackedDataset, Sample
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset, Sample
 from torchtitan_magi.data.packs.stream import Pack
 from torchtitan_magi.data.packs.window_plan import Pieces
 from torchtitan_magi.data.records.formats import parse_pair

@@ -332,7 +332,7 @@ def test_loader_repeats_a_finite_epoch(corpus, num_workers):
 
 def test_more_than_one_worker_of_another_loader_is_refused(corpus, monkeypatch):
     monkeypatch.setattr(
-        "torchtitan_magi.data.packs.packed_dataset.get_worker_info", lambda: SimpleNamespace(num_workers=2)
+        "torchtitan_magi.data.datasets.packed_dataset.get_worker_info", lambda: SimpleNamespace(num_workers=2)
     )
     with pytest.raises(ValueError, match="num_workers is 2; use 0 or 1, or a PackLoader"):
         next(iter(dataset(corpus)))

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
+from torchtitan_magi.data.datasets.documents import cut_documents, lay_out_documents, parts_of
+from torchtitan_magi.data.datasets.packed_dataset import PackedDataset, Sample
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset, Sample
 from torchtitan_magi.data.packs.prefix_trees import paths_of
 from torchtitan_magi.data.packs.stream import Pack
 from torchtitan_magi.data.packs.window_plan import Pieces
@@ -56,64 +57,24 @@ class PackedSFTDataset(PackedDataset):
         super().__init__(*args, **options)
 
     def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
-        """Pieces of documents. A document of n tokens has n - 1 positions, each with the token after it as its label.
-
-        Shifting comes before cutting: the label of a piece's last position is the first token of the next piece, so no
-        label is lost at a cut. "truncate" keeps the first piece only.
-        """
-        answers = block.firsts[indices + 1] - block.firsts[indices]
-        document = np.repeat(block.firsts[indices] - (answers.cumsum() - answers), answers) + np.arange(answers.sum())
-        if not self.options.share_prefixes and ((answers > 1).any() or (block.weights[document] != 1).any()):
-            raise ValueError(f"{quoted_path(self.records.paths)} has {ANSWERS}; set magi.share_prefixes to true")
-        record, begin = np.repeat(indices, answers), block.bounds[document]
-        size = np.maximum(0, block.bounds[document + 1] - begin - 1)
-        kept = size if self.long_documents == "split" else np.minimum(size, self.seq_len)
-        num = -(-kept // self.seq_len)
-        number = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)  # of a piece in its document
-        start = number * self.seq_len
-        length = np.minimum(np.repeat(kept, num) - start, self.seq_len)
-        first = np.repeat(begin, num) + start + 1  # token that is the first label
-        learned = (block.first_learned(first) < first + length) & (np.repeat(block.weights[document], num) > 0)
-        start += np.repeat(begin - block.begins(record), num)
-        return Pieces(np.repeat(record, num)[learned], start[learned], length[learned]), PackingCounts(
-            documents=len(indices),
-            tokens_read=int(size.sum()),
-            truncated=int((kept < size).sum()),
-            truncated_tokens=int((size - kept).sum()),
-            split=int((num > 1).sum()),
-            extra_pieces=int(np.maximum(0, num - 1).sum() + (answers - 1).sum()),
-            unlabeled=int((~learned).sum() + (num == 0).sum()),
-            tokens_left_out=int(length[~learned].sum()),
-        )
+        """Pieces of documents, see `cut_documents`."""
+        if not self.options.share_prefixes:
+            parts = parts_of(block, indices)
+            if len(parts) > len(indices) or (block.weights[parts] != 1).any():
+                raise ValueError(f"{quoted_path(self.records.paths)} has {ANSWERS}; set magi.share_prefixes to true")
+        return cut_documents(block, indices, self.seq_len, block.weights > 0, self.long_documents == "split")
 
     def lay_out(self, pack: Pack) -> Sample:
         """The item of a pack, each document with positions from 0."""
-        own = pack.length - pack.shared
-        ends = np.cumsum(own)
-        begins = ends - own
-        inputs, following = ([np.zeros(0, np.int32)] * (len(ends) + 1) for _ in range(2))
-        changes = np.zeros(self.seq_len + 1, np.int64)  # 1 where a learned range begins, -1 behind it
-        for block, tokens in pack.tokens.items():
-            numbers = np.flatnonzero(pack.block == block)
-            first = tokens.begins(pack.index[numbers]) + pack.start[numbers] + pack.shared[numbers]
-            last = first + own[numbers]
-            for number, start, stop in zip(numbers.tolist(), first.tolist(), last.tolist(), strict=True):
-                inputs[number] = tokens.tokens[start:stop]
-                following[number] = tokens.tokens[start + 1 : stop + 1]
-            of, begin, end = tokens.learned_in(first + 1, last + 1)
-            shift = (begins[numbers] - first - 1)[of]
-            np.add.at(changes, begin + shift, 1)
-            np.subtract.at(changes, end + shift, 1)
-        size = int(own.sum())
-        positions = np.arange(size) - np.repeat(begins - pack.shared, own)
-        bounds, learned, more = np.stack([begins, ends], axis=1), np.cumsum(changes[:size]) > 0, dict[str, Any]()
+        columns = lay_out_documents(pack)
+        labels, more = columns.labels(), dict[str, Any]()
         if self.options.share_prefixes:
             weights = np.zeros((2, self.seq_len))
-            _add_weights(weights, begins, pack)
-            bounds, learned = np.column_stack([bounds, pack.shared]), weights[0, :size] > 0
+            _add_weights(weights, columns.branches[:, 0], pack)
+            labels = columns.labels(weights[0, : len(columns.learned)] > 0)
             more["label_weights"] = torch.from_numpy(weights)
-        labelled = np.where(learned, np.concatenate(following), IGNORE_INDEX)
-        item, labels = self.item([(np.concatenate(inputs), positions, labelled)], bounds)
+        bounds = columns.branches[:, : 2 + self.options.share_prefixes]
+        item, labels = self.item([(columns.inputs, columns.positions, labels)], bounds)
         return item | more | {"records": pack.record}, labels
 
     def identity(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class PackedDataset(IterableDataset, Stateful):
     without a pack get one of padding only (no boundaries, no labels).
 
     Args:
-        paths: sources of records, see `Corpus`.
+        paths: sources of records, see `Corpus`; or a corpus whose records are parsed by `parse`.
         tokenize: a `ChatTokenizer` or one of its methods `documents` and `pairs`; or a function record -> tokens, which
             raises ValueError for a record that it refuses. Pure, and picklable for workers. A state is loaded only if
             the tokenizer's `fingerprint` is equal.
@@ -71,14 +71,15 @@ class PackedDataset(IterableDataset, Stateful):
             - `window_blocks` (32): size of the windows whose records are packed together, in blocks of 4 MiB of text; a
               larger window packs tighter and takes more memory and time before the first item;
             - `share_prefixes` (False): whether records of a window that begin with the same tokens are packed as a
-              tree; for documents.
+              tree; for documents;
+            - `share_labels` (True): whether trees may have labels in what they share.
 
     Raises ValueError for arguments out of range, for records files that are missing or empty and for malformed records;
     while iterating, when no record holds a label or a chat template refuses one, and when tokens cannot be kept. Works
     with 0 or 1 loader workers; with more through `training.pack_loader`.
     """
 
-    kind: ClassVar[str]  # of records: "documents" or "pairs"
+    kind: ClassVar[str]  # of records: "documents", "rollouts" or "pairs"
 
     @staticmethod
     @abstractmethod
@@ -87,7 +88,7 @@ class PackedDataset(IterableDataset, Stateful):
 
     def __init__(
         self,
-        paths: str | os.PathLike[str],
+        paths: str | os.PathLike[str] | Corpus,
         tokenize: Callable[..., Any],
         seq_len: int,
         dp_rank: int = 0,
@@ -102,7 +103,7 @@ class PackedDataset(IterableDataset, Stateful):
         self.options, self.seq_len = PackOptions(seq_len, **options), seq_len
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         self.tokenizer = getattr(tokenize, "__self__", tokenize)  # the object of a bound method
-        self.records = Corpus(paths, self.parse, token_cache)
+        self.records = paths if isinstance(paths, Corpus) else Corpus(paths, self.parse, token_cache)
         self.tokens = self._tokens(tokenize, token_cache)
         plans = None if token_cache is None else PlanCache(Path(token_cache))
         self._stream = PackStream(self.records, self.tokens, plans, self.make_pieces, self.options, self.identity)

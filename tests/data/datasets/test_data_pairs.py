@@ -16,7 +16,7 @@ from support.streams import assert_nothing_is_lost, join, resume, take, with_sma
 from tokenizers import Tokenizer, models
 
 from torchtitan_magi.data import IGNORE_INDEX, PackedPairDataset, TokenizedDocument, TokenizedPairs, collate_packs
-from torchtitan_magi.data.packs.pairs import lay_out_pairs, pieces_of_pairs
+from torchtitan_magi.data.datasets.pairs import lay_out_pairs, pieces_of_pairs
 from torchtitan_magi.data.records.formats import parse_pair
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from torchtitan_magi.data.tokens.documents import pairs_of

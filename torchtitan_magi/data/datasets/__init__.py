@@ -1,0 +1,1 @@
+"""Packs as items that a training loop takes: their tokens, labels and boundaries."""
