@@ -120,7 +120,8 @@ def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespa
         raise ValueError(f"--gpus is {num_gpus}; give at least 1")
     if num_gpus is None:  # whole nodes, if the degrees leave it open
         least = setup_of_file(run).world_size
-        num_gpus = max(least, options.gpus_per_node // least * least)
+        is_open = run.read("parallelism.data_parallel_shard_degree", -1) < 1
+        num_gpus = max(least, options.gpus_per_node // least * least) if is_open else least
     cost = None if options.cost is None else CostModel.load(options.cost)
     setup, node = setup_of_file(run, num_gpus), options.gpus_per_node
     if options.nodes is not None:  # of context-parallel ranks, each with its tensor-parallel ones
