@@ -204,7 +204,7 @@ def pack_lengths(lengths: Int64Array, total: int, count: int, seed: int) -> list
 
 
 def read_data_set(
-    paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool, share_prefixes: bool
+    paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool, share_prefixes: bool = False
 ) -> Sample:
     """Packs as training makes them of records, whose tokens are kept. Raises ValueError for bad records and assets."""
     chat = load_chat_tokenizer(tokenizer)
