@@ -397,7 +397,7 @@ def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, size):
     assert "3 preference pairs in one" in " ".join(printed.split())
     assert [row["strategy"] for row in figures["summary"]] == ["ours", "all-gather", "Ulysses", "min-heap"]
     assert (figures["packs"][0]["documents"], figures["packs"][0]["tokens"]) == (3, pack.sum())
-    assert "\nring: cuts causal documents; chosen and rejected with one prompt are none\n" in printed
+    assert "\nring: cuts causal documents; a preference pair is none\n" in printed
 
 
 def test_several_numbers_of_gpus(size):
@@ -422,6 +422,7 @@ def test_a_cost_model_of_another_machine(tmp_path, size):
 WRONG_FILES = {
     "empty.txt": b"\n", "negative.txt": b"3 -5 7", "words.txt": b"1 2 ten", "bad.jsonl": b'{"texts": 1}\n',
     "broken.npy": b"not an array", "nothing.npy": b"",
+    "answers.jsonl": b'{"prompt": "a", "completions": ["a", "a a"]}\n',
     "head.npy": b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': (".ljust(0x76),
 }  # fmt: skip
 
@@ -445,6 +446,9 @@ WRONG_FILES = {
         ("pairs.jsonl --total 1k --cp 2 --tokenizer .", "is a preference pair, .*use it with dataset .dpo."),
         ("dense --total 1k --cp 2 --dataset dpo", "dense has no preference pairs; give a .jsonl data set of them"),
         ("words.txt --total 1k --cp 2 --dataset dpo", "words.txt has no preference pairs"),
+        ("dense --total 1k --cp 2 --share-prefixes", "dense has no tokens to share; give a data set of records"),
+        ("pairs.jsonl --total 1k --cp 2 --tokenizer . --dataset dpo --share-prefixes", "--share-prefixes is for --da"),
+        ("answers.jsonl --total 1k --cp 2 --tokenizer .", "records with .completions., .*; set magi.share_prefixes"),
         ("dense --total 12 --cp 16", "total is 12 tokens for 16 GPUs; give at least one token per GPU"),
         ("dense --total 1x --cp 2", "--total is '1x'; write tokens as 300000, 512k or 1M"),
         ("dense --total 0 --cp 2", "total is 0 tokens; give 1 to"),
