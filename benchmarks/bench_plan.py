@@ -2,6 +2,7 @@
 
     python benchmarks/bench_plan.py [--cases 512k/8 512k/64] [--seeds 5]
     python benchmarks/bench_plan.py --unseen      # only packs on which placement was not tuned; writes nothing
+    python benchmarks/bench_plan.py --trees       # only trees, into benchmarks/results/plan_trees.json
 
 Packs are those of the sizing report, causal inside each document. Volumes are K/V rows in units of T, the tokens of a
 rank. The lower bound holds for every placement with equal tokens and an imbalance of at most 1.02. Heads 64:8, 8 GPUs
@@ -10,6 +11,12 @@ per node; cross_node_max counts a row once per node and spreads it over the node
 Placement was tuned on the packs of the first seeds. The unseen packs have other seeds, sizes and distributions. Of each
 of their settings the file has the rows received and the least possible, plan time, and the layer's predicted time and
 ideal, all for heads 64:8 and 32:32.
+
+Trees
+  answers   prompts of 8k tokens, each with 8 answers of 1k
+  long      prompts of 32k tokens, each with 16 answers of 4k
+  system    conversations of 1k behind one system message of 3k, which all of a pack share
+  random    nodes of 128 to 16k tokens, up to 12 deep
 """
 
 import functools
@@ -23,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from figures import RESULTS, Row, grouped, parser, part, result, table
+from figures import RESULTS, Row, grouped, parser, part, result, save, table
 
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
@@ -39,6 +46,7 @@ from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.sizing.command import count_of_tokens
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
 from torchtitan_magi.sizing.strategies.outcomes import Case, Owned, contiguous, min_heap, plan_outcome, tile_work
+from torchtitan_magi.sizing.strategies.pack_masks import tokens_and_parents
 from torchtitan_magi.tiles import KEYS
 
 Int64Array = npt.NDArray[np.int64]
@@ -60,6 +68,11 @@ UNSEEN = {
     "pareto": "128k/8 512k/32",
     "uniform": "128k/8 256k/16",
 }
+SHAPES = {"answers": (8192, 8, 1024), "long": (32768, 16, 4096), "system": (3072, 4096, 1024)}
+TREES = *SHAPES, "random"
+FLAT = "histogram", "lognormal"  # beside them
+TREE_CASES = {16384: (2, 4, 8, 16, 32, 64), 4096: (8, 64)}  # tokens of a rank: ranks
+TREE_SEEDS = range(4)
 UNSEEN_SEEDS = range(2000, 2006)
 UNSEEN_HEADS = LLAMA_HEADS, Heads(num_heads_q=32, num_heads_kv=32, head_dim=128)
 
@@ -88,32 +101,45 @@ PLANNERS: dict[str, Callable[[AttnSlices, int, int], Owned]] = {
 # ----------------------------------------------------------------------------------------------------------- figures
 
 
-def lower_bound_mean(lengths: Int64Array, cp_size: int, imbalance: float = IMBALANCE) -> float:
-    """Least mean K/V rows received, in units of T, of any placement with this imbalance (causal documents).
+def lower_bound_mean(pack: Int64Array, cp_size: int, imbalance: float = IMBALANCE) -> float:
+    """Least mean K/V rows received, in units of T, of any placement with this imbalance.
 
-    The tokens of a document beyond position p need n(p) ranks: k ranks can hold them only if k T tokens are enough and
-    if their area, together with that of the lightest other tokens that fill the k ranks, is at most k (1 + e) A. Each
-    of these ranks needs the key at p, so the rows needed are at least the integral of n(p), of which S are owned.
+    A key is needed by the tokens of its node from its own on and by those of all nodes below, who are Q tokens. They
+    need n ranks: k ranks can hold them only if k T tokens are enough and if their area, together with that of the
+    lightest other tokens that fill the k ranks, is at most k (1 + e) A. So the rows needed are at least the sum of n
+    over all keys, of which S are owned.
+
+    Args:
+        pack: of documents or trees, see ``sizing.strategies.pack_masks``.
     """
-    total = int(lengths.sum())
-    tokens, area = total / cp_size, (lengths * (lengths + 1) // 2).sum() / cp_size
+    sizes, parents = tokens_and_parents(pack)
+    total = int(sizes.sum())
+    begin, below = np.zeros_like(sizes), np.zeros((2, len(sizes)), np.int64)  # tokens and area of the nodes below
+    for node in np.flatnonzero(parents >= 0).tolist():
+        begin[node] = begin[parents[node]] + sizes[parents[node]]
+    areas = sizes * begin + sizes * (sizes + 1) // 2
+    for node in np.flatnonzero(parents >= 0)[::-1].tolist():
+        below[:, parents[node]] += below[:, node] + (sizes[node], areas[node])
+    tokens, area = total / cp_size, areas.sum() / cp_size
     # Area of the lightest m tokens, at the token counts where the position of the lightest tokens steps on.
-    longest = int(lengths.max())
-    alive = len(lengths) - np.searchsorted(np.sort(lengths), np.arange(longest), side="right")
+    longest = int((begin + sizes).max())
+    begins, ends = np.bincount(begin, minlength=longest), np.bincount(begin + sizes)[:longest]
+    alive = np.cumsum(begins - ends)
     light_tokens = np.append(0, np.cumsum(alive))
     light_area = np.append(0, np.cumsum(alive * np.arange(1, longest + 1)))
     ranks = np.arange(1, cp_size + 1)
     needed = 0.0
-    for length in lengths[lengths > tokens / 64].tolist():
-        step = max(1, length // 512)
-        edge = np.append(np.arange(step, length, step), length)  # n(p) never increases: take it at the cell's end
-        held = length - edge
-        held_area = (length * (length + 1) - edge * (edge + 1)) / 2
+    for node in np.flatnonzero(sizes + below[0] > tokens / 64).tolist():
+        size, first, (others, others_area) = int(sizes[node]), int(begin[node]), below[:, node].tolist()
+        step = max(1, size // 512)
+        edge = np.append(np.arange(step, size, step), size)  # n never increases: take it at the cell's end
+        held = size - edge + others
+        held_area = (size - edge) * first + (size * (size + 1) - edge * (edge + 1)) / 2 + others_area
         filled = np.interp(ranks * tokens - held[:, None], light_tokens, light_area)
         enough = (ranks * tokens >= held[:, None]) & (held_area[:, None] + filled <= ranks * imbalance * area)
         enough[:, -1] = True
         cells = np.diff(np.append(0, edge))
-        needed += float((cells * ranks[enough.argmax(1)]).sum()) - length
+        needed += float((cells * ranks[enough.argmax(1)]).sum()) - size
     return max(0.0, needed) / total
 
 
@@ -202,8 +228,13 @@ def draw_unseen(distribution: str, total: int, seed: int) -> Int64Array:
 def bench_unseen(distribution: str, case: str, heads: Heads, seed: int) -> dict[str, object]:
     """One pack: rows received by all ranks and the least possible, balance, plan time, predicted time and ideal."""
     total, cp_size = parse_case(case)
-    lengths = draw_unseen(distribution, total, seed)
-    on_machine = Case(lengths, total, cp_size, min(GPUS_PER_NODE, cp_size), heads, H200)
+    found = planned(draw_unseen(distribution, total, seed), total, cp_size, heads, seed)
+    return {"distribution": distribution} | found
+
+
+def planned(pack: Int64Array, total: int, cp_size: int, heads: Heads, seed: int) -> Row:
+    """The figures of a pack as it is planned for nodes of GPUS_PER_NODE."""
+    on_machine = Case(pack, total, cp_size, min(GPUS_PER_NODE, cp_size), heads, H200)
     times = []
     for _ in range(3):
         fresh = AttnSlices(on_machine.slices.table)
@@ -212,14 +243,14 @@ def bench_unseen(distribution: str, case: str, heads: Heads, seed: int) -> dict[
         times.append(time.process_time() - begin)
     outcome = plan_outcome(on_machine, plan)
     return {
-        "distribution": distribution,
         "total": total,
         "cp": cp_size,
         "heads": f"{heads.num_heads_q}:{heads.num_heads_kv}",
         "seed": seed,
         "imbalance_area": outcome.balance_area,
         "rows_received": int(plan.received_rows.sum()),
-        "rows_least": lower_bound_mean(lengths, cp_size) * total,
+        "rows_least": lower_bound_mean(pack, cp_size) * total,
+        "rows_received_max": int(plan.received_rows.max()),
         "rows_across_max": int(plan.rows_across_nodes.max()),
         "plan_without_index_ms": 1e3 * min(times),
         "layer_ms": 1e3 * float(outcome.seconds.sum()),
@@ -237,6 +268,56 @@ def run_unseen() -> list[Row]:
                 print(*next(iter(unseen_lines(rows))), sep=" | ", flush=True)
                 found += rows
     print(unseen_table({"unseen": found}))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- trees
+
+
+def draw_trees(kind: str, total: int, seed: int) -> Int64Array:
+    """The nodes of a pack of trees, [m, 2], see ``sizing.strategies.pack_masks``; the last ones are cut to fit."""
+    rng, rows, left = np.random.default_rng(seed), list[tuple[int, int]](), total
+
+    def add(tokens: float, parent: int = -1) -> int:
+        nonlocal left
+        if left:
+            rows.append((min(left, int(tokens)), parent))
+            left -= rows[-1][0]
+        return len(rows) - 1
+
+    def grow(parent: int, depth: int) -> None:
+        node = add(np.clip(rng.lognormal(6.2), 128, 16384), parent)
+        if left and depth < 12 and rng.random() < 0.75:
+            for _ in range(rng.integers(2, 4)):
+                grow(node, depth + 1)
+
+    while left:
+        if kind == "random":
+            grow(-1, 1)
+            continue
+        prompt, answers, answer = SHAPES[kind]
+        root = add(prompt * rng.uniform(0.8, 1.2))
+        for _ in range(answers):
+            if left:
+                add(answer * rng.uniform(0.5, 1.5), root)
+    return np.array(rows)
+
+
+def bench_trees(kind: str, total: int, cp_size: int, seed: int) -> Row:
+    """A pack of trees, or of documents beside them: rows received and the least possible, balance, time."""
+    pack = draw_trees(kind, total, seed) if kind in TREES else draw_pack(kind, total, seed)
+    return {"distribution": kind, "nodes": len(pack)} | planned(pack, total, cp_size, LLAMA_HEADS, seed)
+
+
+def run_trees() -> list[Row]:
+    """Prints a line for each kind and number of ranks."""
+    found: list[Row] = []
+    for tokens, cp_sizes in TREE_CASES.items():
+        for kind in (*TREES, *FLAT):
+            for cp_size in cp_sizes:
+                rows = [bench_trees(kind, tokens * cp_size, cp_size, seed) for seed in TREE_SEEDS]
+                print(*next(iter(tree_lines(rows))), sep=" | ", flush=True)
+                found += rows
     return found
 
 
@@ -337,8 +418,30 @@ def unseen_table(found: dict[str, Any]) -> str:
     return table([*columns, "plan without index data, ms"], unseen_lines(found["unseen"]))
 
 
+def tree_lines(rows: Iterable[Row]) -> Iterable[list[object]]:
+    """One for each kind and number of ranks."""
+    for (kind, tokens, cp), found in grouped(rows, "distribution", "total", "cp").items():
+        least, received, layer, ideal = (
+            sum(row[name] for row in found) for name in ("rows_least", "rows_received", "layer_ms", "ideal_ms")
+        )
+        yield [
+            kind, f"{tokens // cp // 1024}k", cp, f"{mean(row['nodes'] for row in found):.0f}",
+            f"{least / tokens / len(found):.2f}", f"{received / tokens / len(found):.2f}",
+            f"{mean(row['rows_received_max'] for row in found) / tokens * cp:.2f}",
+            f"{max(row['imbalance_area'] for row in found):.3f}", f"{ideal / layer:.1%}",
+            f"{mean(row['plan_without_index_ms'] for row in found):.0f}",
+        ]  # fmt: skip
+
+
+def tree_table(found: dict[str, Any]) -> str:
+    """Packs of trees, and packs of documents of as many tokens."""
+    columns = ["pack", "tokens of a GPU", "GPUs", "nodes", "rows received: bound", "mean", "most", "imbalance"]
+    return table([*columns, "share of the ideal", "plan without index data, ms"], tree_lines(found["rows"]))
+
+
 PARTS: dict[str, Callable[[], str]] = {  # of the docs
     "placement": part(placement_table, "plan"),
+    "placement-trees": part(tree_table, "plan_trees"),
     "placement-unseen": lambda: unseen_table(result("plan")),
 }
 
@@ -356,7 +459,11 @@ def main() -> None:
     command.add_argument("--output", type=Path, default=RESULTS / "plan.json", help="JSON file to write")
     command.add_argument("--unseen", action="store_true", help="only packs on which placement was not tuned")
     command.add_argument("--wide", action="store_true", help="only planning for 64 to 1,024 ranks")
+    command.add_argument("--trees", action="store_true", help="only trees, into plan_trees.json")
     arguments = command.parse_args()
+    if arguments.trees:
+        save(facts_of_run(None) | {"rows": run_trees()}, RESULTS / "plan_trees.json")
+        return
     if arguments.unseen or arguments.wide:
         run_unseen() if arguments.unseen else run_wide()
         return

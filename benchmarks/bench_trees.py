@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Times training steps on records with common beginnings, flat and as trees (magi.share_prefixes).
 
-    python benchmarks/bench_trees.py [--gpus 2] [--layers 8] [--output FILE.json]
-    python benchmarks/bench_trees.py --count
+    python benchmarks/bench_trees.py [--gpus 2] [--layers 8] --output benchmarks/results/trees_h200.json
+    python benchmarks/bench_trees.py --count --output benchmarks/results/trees_count.json
 
 The model has the layer shapes of Llama 3 8B, random weights and few layers. The texts are the sources of Python's
 standard library. Flat and shared runs read the same records in packs of the same length, with context parallelism over
 all GPUs; a row has the median seconds per step, the first ones not counted, and the records that a step takes on
-average, so that records per second compare the two. --count only counts tokens, on any machine.
+average, so that records per second compare the two. --count only counts tokens, on any machine. The docs have a table
+of trees_count.json, and one of each trees_h200*.json that is there.
 
 Data
   answers   prompts of 8k tokens, each with 8 answers of 1k
@@ -26,7 +27,7 @@ from typing import Any
 import bench_models
 from bench_models import LLAMA, ROOT, Case
 from bench_train import CHARACTERS, documents
-from figures import recording_parser, save, table
+from figures import RESULTS, Row, part, recording_parser, save, side_by_side, table, thousands
 
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.data import PackedSFTDataset
@@ -64,6 +65,10 @@ def system(source: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 DATA = {"answers": answers, "system": system}
+IN_WORDS = {
+    "answers": "prompts of 8k, each with 8 answers of 1k",
+    "system": "conversations of 1k behind a system message of 3k",
+}
 
 
 def write(name: str, path: Path) -> None:
@@ -98,23 +103,54 @@ def run(path: Path, shared: bool, gpus: int, layers: int, steps: int) -> dict[st
         return found
 
 
-def row_of(name: str, path: Path, shared: bool, arguments: Any) -> dict[str, Any]:
+def row_of(name: str, path: Path, shared: bool, arguments: Any) -> Row:
     """Tokens and records of a step, and how long it takes unless they are only counted."""
     counts = counted(path, shared, TOKENS * arguments.gpus)
-    row = {"data": name, "shared": shared, "gpus": arguments.gpus, "layers": arguments.layers}
+    row = {"data": name, "shared": shared, "seq_len": TOKENS * arguments.gpus}
     row |= {"tokens": counts.tokens, "packs": counts.packs, "records_per_step": counts.pieces / counts.packs}
-    return row if arguments.count else row | run(path, shared, arguments.gpus, arguments.layers, arguments.steps)
+    if arguments.count:
+        return row
+    row |= {"gpus": arguments.gpus, "layers": arguments.layers}
+    return row | run(path, shared, arguments.gpus, arguments.layers, arguments.steps)
 
 
-def trees_table(found: dict[str, Any]) -> str:
-    """A line for each run."""
+def both(found: dict[str, Any]) -> Iterator[tuple[str, int, Row, Row]]:
+    """Data in words, tokens of a pack, and the rows of flat packs and of trees, where both are there."""
+    for (name, seq_len), by in side_by_side(found["rows"], "shared", "data", "seq_len").items():
+        if len(by) == 2:
+            yield IN_WORDS[name], seq_len, by[False], by[True]
+
+
+def count_table(found: dict[str, Any]) -> str:
+    """Tokens of an epoch and records of a step, a line for each kind of data."""
     lines = []
-    for row in found["rows"]:
-        speed = 1e3 * row["records_per_step"] / row["step_ms"] if "step_ms" in row else None
-        timed = [f"{row['step_ms']:,.0f}", f"{speed:.1f}"] if speed else ["", ""]
-        kind = "trees" if row["shared"] else "flat"
-        lines.append([row["data"], kind, f"{row['tokens']:,}", row["packs"], f"{row['records_per_step']:.1f}", *timed])
-    return table(["data", "packs", "tokens", "packs", "records per step", "step, ms", "records/s"], lines)
+    for name, seq_len, flat, trees in both(found):
+        tokens = (f"{row['tokens']:,}" for row in (flat, trees))
+        records = (f"{row['records_per_step']:.1f}" for row in (flat, trees))
+        lines.append([name, thousands(seq_len), *tokens, f"{trees['tokens'] / flat['tokens']:.0%}", *records])
+    columns = ["data", "pack", "tokens of an epoch: flat", "as trees", "share", "records of a pack: flat", "as trees"]
+    return table(columns, lines)
+
+
+def speed_table(found: dict[str, Any]) -> str:
+    """Time of a step and records per second, a line for each kind of data."""
+    lines = []
+    for name, seq_len, flat, trees in both(found):
+        steps = (f"{row['step_ms']:,.0f}" for row in (flat, trees))
+        speeds = [1e3 * row["records_per_step"] / row["step_ms"] for row in (flat, trees)]
+        speed = (f"{each:.1f}" for each in speeds)
+        lines.append([name, flat["gpus"], thousands(seq_len), *steps, *speed, f"{speeds[1] / speeds[0]:.2f}"])
+    columns = ["data", "GPUs", "pack", "step, ms: flat", "as trees", "records/s: flat", "as trees", "times"]
+    return table(columns, lines)
+
+
+def speed_part() -> str:
+    """What was measured on GPUs; empty before that."""
+    names = sorted(path.stem for path in RESULTS.glob("trees_h200*.json"))
+    return "\n\n".join(part(speed_table, name)() for name in names)
+
+
+PARTS = {"trees-count": part(count_table, "trees_count"), "trees-speed": speed_part}
 
 
 def main() -> None:
@@ -125,7 +161,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="of each run")
     parser.add_argument("--count", action="store_true", help="count tokens only")
     arguments = parser.parse_args()
-    found: dict[str, Any] = (facts_of_run(arguments.commit) if not arguments.count else {}) | {"rows": []}
+    found: dict[str, Any] = facts_of_run(arguments.commit) | {"rows": []}
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.data:
             write(name, path := Path(folder, f"{name}.jsonl"))
@@ -136,7 +172,7 @@ def main() -> None:
                     continue
                 found["rows"].append(row)
                 save(found, arguments.output)
-    print(trees_table(found))
+    print((count_table if arguments.count else speed_table)(found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What errors quote: values and texts that others wrote, each in one short printable line."""
+"""What errors quote: values and texts that others wrote, each in one short printable line; and amounts in words."""
 
 import os
 
@@ -31,3 +31,9 @@ def one_line(text: object, limit: int = 300) -> str:
     if len(line) > limit:
         line = line[: limit - 3] + "..."
     return "".join(character if character.isprintable() else "?" for character in line)
+
+
+def amount(number: float, noun: str = "") -> str:
+    """Such as "1,234 packs", "0.25 steps" or "1 epoch"; without a noun "1,234"."""
+    text = f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
+    return f"{text} {noun}{'s' * (text != '1')}" if noun else text

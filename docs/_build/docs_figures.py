@@ -26,6 +26,7 @@ OWNERS = (
     "bench_models",
     "bench_plan",
     "bench_train",
+    "bench_trees",
     "bench_versions",
     "check_kernel",
     "check_prediction",

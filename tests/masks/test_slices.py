@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.errors import one_line
-from support.masks import dense_mask, document_lengths, document_masks, shared_prompt_mask, slice_lists
+from support.masks import dense_mask, document_lengths, document_masks, shared_prompt_mask, slice_lists, trees
 
 from torchtitan_magi.masks.builders import (
     block_causal,
@@ -131,19 +131,6 @@ def tree_mask(lengths, parents, starts, window, total):
             seen = way[: len(way) - length + row + 1]
             mask[starts[node] + row, seen[-window:] if window else seen] = True
     return mask
-
-
-@st.composite
-def trees(draw):
-    """lengths, parents, starts, window and the number of tokens; nodes lie in any order, perhaps with gaps."""
-    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=8))
-    parents = [draw(st.integers(-1, node - 1)) for node in range(len(lengths))]
-    order = draw(st.permutations(range(len(lengths)))) if draw(st.booleans()) else range(len(lengths))
-    starts, end = [0] * len(lengths), 0
-    for node in order:
-        starts[node] = end + draw(st.integers(0, 1))
-        end = starts[node] + lengths[node]
-    return lengths, parents, starts, draw(st.none() | st.integers(1, 20)), end + 1
 
 
 @given(trees())

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from bench_plan import TREES, draw_trees, lower_bound_mean
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.masks import dense_mask, document_lengths, square_slice_lists
@@ -13,6 +14,7 @@ from torchtitan_magi.planning.placement import nodes as seats
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.sizing.sample_packs import draw_pack
+from torchtitan_magi.sizing.strategies.pack_masks import mask_of
 
 CP_SIZES = st.sampled_from([1, 2, 3, 5, 6, 8, 12])
 
@@ -126,6 +128,27 @@ def test_other_masks_are_balanced(kind):
     area, received, _ = traffic(slices, place(slices, num_tokens, cp_size))
     assert area.max() <= 1.02 * area.mean()
     assert received.mean() <= 0.4 * (cp_size - 1) * num_tokens / cp_size
+
+
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("cp_size", [2, 8])
+def test_trees_are_balanced_and_their_common_rows_travel_little(kind, cp_size):
+    pack = draw_trees(kind, cp_size * 16384, 0)
+    slices = mask_of(pack)
+    area, received, sent = traffic(slices, placed(slices, cp_size * 16384, cp_size))
+    least = lower_bound_mean(pack, cp_size)
+    assert area.max() <= 1.026 * area.mean()
+    assert least <= received.mean() / 16384 <= least + 0.55
+    assert sent.max() <= 2 * max(received.max(), 8192)
+
+
+def test_the_bound_of_trees_is_that_of_documents_where_they_are_such():
+    answers = np.array([[100, -1], *[[900, 0]] * 8])
+    assert lower_bound_mean(answers, 1) == 0
+    assert lower_bound_mean(answers, 4) >= 3 * 100 / 7300  # four ranks have answers, three of them not the prompt
+    documents = np.array([5000, 300, 2000, 7])
+    as_nodes = np.stack([documents, np.full(4, -1)], 1)
+    assert lower_bound_mean(documents, 4) == lower_bound_mean(as_nodes, 4)
 
 
 def test_one_document_is_no_worse_than_zigzag():

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.errors import one_line
-from support.masks import dense_mask, document_lengths, square_slice_lists
+from support.masks import dense_mask, document_lengths, square_slice_lists, trees
 from support.processes import python
 
 from torchtitan_magi.exchange.pieces import Flow
-from torchtitan_magi.masks.builders import sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.builders import sliding_window, tree_causal, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning import stage
 from torchtitan_magi.planning.cost_model import H200
@@ -126,6 +126,13 @@ def test_document_plans(lengths, cp_size, stages, causal, padding, nodes):
 def test_any_slices(total_and_slices, cp_size, stages, nodes):
     total, slices = total_and_slices
     assert_plan_is_right(slices, total, cp_size, stages, nodes)
+
+
+@given(trees(), CP_SIZES, STAGES, NODES)
+@settings(max_examples=60)
+def test_a_row_of_an_ancestor_comes_once_to_each_rank_that_needs_it(tree, cp_size, stages, nodes):
+    *nodes_of_trees, total = tree
+    assert_plan_is_right(tree_causal(*nodes_of_trees), total, cp_size, stages, nodes)
 
 
 def test_special_packs():

@@ -376,13 +376,29 @@ def write_pairs(folder):
     return lengths
 
 
-@pytest.mark.parametrize("pairs", [[[0, 1], [0, 2]], [[0, 1], [2, 3]]])
-def test_several_pairs_of_a_record_are_one_line(tmp_path, pairs):
-    write_data_set(tmp_path)
-    record = {"prompt": words(100), "completions": [words(number) for number in (30, 20, 10, 5)], "pairs": pairs}
-    write_jsonl(tmp_path / "pairs.jsonl", [record])
-    with pytest.raises(ValueError, match=r"^the data has records with several pairs, .*; give each pair as a record$"):
-        sample_packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 1, tokenizer=tmp_path, pairs=True)
+@pytest.mark.parametrize("pairs", [[[0, 1], [0, 2], [0, 3]], [[0, 1], [2, 3]]])
+def test_several_answers_are_a_tree(tmp_path, pairs):
+    lengths = write_pairs(tmp_path)
+    prompt, *answers = 100, 30, 20, 10, 5
+    record = {"prompt": words(prompt), "completions": [*map(words, answers)], "pairs": pairs}
+    pair = dict(zip(("prompt", "chosen", "rejected"), map(words, lengths[0]), strict=True))
+    write_jsonl(tmp_path / "pairs.jsonl", [record, pair])
+    (pack,) = sample_packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 1, tokenizer=tmp_path, pairs=True)
+    case = case_of(pack, 4, total=1024)
+    assert case.kind == "tree"
+    trees = [
+        sizes - np.array(expected)
+        for sizes, expected in zip(_trees(pack), ((prompt, *answers), lengths[0]), strict=True)
+    ]
+    assert all((differences[1:] == differences[1]).all() for differences in trees)  # tokens of the plain template
+    areas = [(sizes * (sizes + 1) // 2).sum() + sizes[0] * sizes[1:].sum() for sizes in _trees(pack)]
+    assert case.slices.area == sum(areas)
+
+
+def _trees(pack):
+    """The tokens of the nodes of each tree, the one with more nodes first."""
+    roots = np.flatnonzero(pack[:, 1] < 0)
+    return sorted(np.split(pack[:, 0], roots[1:]), key=len, reverse=True)
 
 
 def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, size):
@@ -406,7 +422,7 @@ def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, size):
     assert "3 preference pairs in one" in " ".join(printed.split())
     assert [row["strategy"] for row in figures["summary"]] == ["ours", "all-gather", "Ulysses", "min-heap"]
     assert (figures["packs"][0]["documents"], figures["packs"][0]["tokens"]) == (3, pack.sum())
-    assert "\nring: cuts causal documents; chosen and rejected with one prompt are none\n" in printed
+    assert "\nring: cuts causal documents; a preference pair is none\n" in printed
 
 
 def test_several_numbers_of_gpus(size):
@@ -431,6 +447,7 @@ def test_a_cost_model_of_another_machine(tmp_path, size):
 WRONG_FILES = {
     "empty.txt": b"\n", "negative.txt": b"3 -5 7", "words.txt": b"1 2 ten", "bad.jsonl": b'{"texts": 1}\n',
     "broken.npy": b"not an array", "nothing.npy": b"",
+    "answers.jsonl": b'{"prompt": "a", "completions": ["a", "a a"]}\n',
     "head.npy": b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': (".ljust(0x76),
 }  # fmt: skip
 
@@ -454,6 +471,9 @@ WRONG_FILES = {
         ("pairs.jsonl --total 1k --cp 2 --tokenizer .", "is a preference pair, .*use it with dataset .dpo."),
         ("dense --total 1k --cp 2 --dataset dpo", "dense has no preference pairs; give a .jsonl data set of them"),
         ("words.txt --total 1k --cp 2 --dataset dpo", "words.txt has no preference pairs"),
+        ("dense --total 1k --cp 2 --share-prefixes", "dense has no tokens to share; give a data set of records"),
+        ("pairs.jsonl --total 1k --cp 2 --tokenizer . --dataset dpo --share-prefixes", "--share-prefixes is for --da"),
+        ("answers.jsonl --total 1k --cp 2 --tokenizer .", "records with .completions., .*; set magi.share_prefixes"),
         ("dense --total 12 --cp 16", "total is 12 tokens for 16 GPUs; give at least one token per GPU"),
         ("dense --total 1x --cp 2", "--total is '1x'; write tokens as 300000, 512k or 1M"),
         ("dense --total 0 --cp 2", "total is 0 tokens; give 1 to"),

@@ -1,4 +1,4 @@
-"""Dense masks written down from their definitions, and hypothesis strategies for lists of slices and documents."""
+"""Dense masks written down from their definitions, and hypothesis strategies for lists of slices, documents, trees."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -63,3 +63,16 @@ def document_lengths(draw, max_total=512):
     lengths = draw(st.lists(st.integers(1, max_total), min_size=1, max_size=12))
     ends = np.minimum(np.cumsum(lengths), max_total)
     return [length for length in np.diff(ends, prepend=0).tolist() if length]
+
+
+@st.composite
+def trees(draw):
+    """lengths, parents, starts, window and the number of tokens; nodes lie in any order, perhaps with gaps."""
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=8))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(len(lengths))]
+    order = draw(st.permutations(range(len(lengths)))) if draw(st.booleans()) else range(len(lengths))
+    starts, end = [0] * len(lengths), 0
+    for node in order:
+        starts[node] = end + draw(st.integers(0, 1))
+        end = starts[node] + lengths[node]
+    return lengths, parents, starts, draw(st.none() | st.integers(1, 20)), end + 1

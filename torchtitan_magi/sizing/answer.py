@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.sizing.memory import GIB, describe, predict, remedies
 from torchtitan_magi.sizing.predicted_run import MODES, PredictedRun
 from torchtitan_magi.sizing.run_setup import Setup
@@ -23,6 +24,7 @@ class Answer:
         faster: options to set, and the run with them.
         steps: None where they are not known.
         per_epoch: packs of an epoch; None where the data are not there.
+        counts: of records that are packed as trees; None where none are.
         notes: what was not there, what it was sized by instead, and what is not counted.
     """
 
@@ -30,6 +32,7 @@ class Answer:
     faster: list[tuple[str, PredictedRun]]
     steps: int | None
     per_epoch: float | None
+    counts: PackingCounts | None
     notes: list[str]
 
     @property
@@ -68,7 +71,7 @@ def answer_lines(answer: Answer) -> list[str]:
 
 
 def verdict(answer: Answer) -> list[str]:
-    """Two sentences or three: whether it fits, how fast it is, how long it takes."""
+    """Three sentences or four: whether it fits, how fast it is, how long it takes, what trees save."""
     run, setup, gpu = answer.run, answer.run.setup, answer.run.place.gpu
     taken = f"{run.memory.total / GIB:.0f} of {gpu.capacity / GIB:.0f} GiB"
     where = f"one {gpu.name}" if setup.world_size == 1 else f"each of {setup.world_size:,} {gpu.name}"
@@ -83,7 +86,12 @@ def verdict(answer: Answer) -> list[str]:
     step += (
         f"{run.tokens_per_second:,.0f} tokens/s per GPU, MFU {run.mfu:.0%}, attention at {run.efficiency:.0%} of ideal."
     )
-    return [fits, step, _length(answer)]
+    return [fits, step, _length(answer), *_sharing(answer)]
+
+
+def _sharing(answer: Answer) -> Iterator[str]:
+    if answer.counts is not None and answer.per_epoch is not None:
+        yield f"magi.share_prefixes: {answer.counts.sharing(answer.packs_per_step, answer.per_epoch)}."
 
 
 def _length(answer: Answer) -> str:
@@ -173,5 +181,19 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "steps": answer.steps,
         "hours": answer.hours,
         "epochs": answer.epochs,
+        "sharing": _sharing_json(answer),
         "faster": [{"options": words, "step_total": other.time.total} for words, other in answer.faster],
+    }
+
+
+def _sharing_json(answer: Answer) -> dict[str, float] | None:
+    """Of the records that were packed as trees; None where none are."""
+    if (counts := answer.counts) is None or answer.per_epoch is None:
+        return None
+    return {
+        "records": counts.documents,
+        "tokens": counts.tokens,
+        "tokens_flat": counts.tokens + counts.shared_tokens,
+        "records_per_step": answer.packs_per_step * counts.pieces / counts.packs,
+        "steps_per_epoch": answer.per_epoch / answer.packs_per_step,
     }

@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from_heads = from_file.get("heads")
             options = parser.parse_args(arguments)
             options.source = NO_DATA if missing_data(run) else from_file["source"]
+            run.set("magi.share_prefixes", options.share_prefixes)
         if options.total is None or options.cp is None:
             raise ValueError("--total and --cp are missing; give both, or a run's TOML file")
         _check_outputs(options)
@@ -105,10 +106,11 @@ def _print(lines: list[str]) -> None:
 
 
 def _packs(options: argparse.Namespace, run: RunFile | None) -> Sample:
-    total, pairs = count_of_tokens(options.total), options.dataset == "dpo"
-    if options.source in DISTRIBUTIONS and pairs and run is not None:
-        return pairs_of(sample(options.source, total, options.packs, options.seed))
-    return sample(options.source, total, options.packs, options.seed, options.tokenizer, pairs)
+    total, pairs, shares = count_of_tokens(options.total), options.dataset == "dpo", options.share_prefixes
+    if run is not None and options.source in DISTRIBUTIONS:  # the data are not there
+        documents = sample(options.source, total, options.packs, options.seed)
+        return pairs_of(documents) if pairs else documents
+    return sample(options.source, total, options.packs, options.seed, options.tokenizer, pairs, shares)
 
 
 def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespace) -> Answer:
@@ -120,7 +122,8 @@ def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespa
         raise ValueError(f"--gpus is {num_gpus}; give at least 1")
     if num_gpus is None:  # whole nodes, if the degrees leave it open
         least = setup_of_file(run).world_size
-        num_gpus = max(least, options.gpus_per_node // least * least)
+        is_open = run.read("parallelism.data_parallel_shard_degree", -1) < 1
+        num_gpus = max(least, options.gpus_per_node // least * least) if is_open else least
     cost = None if options.cost is None else CostModel.load(options.cost)
     setup, node = setup_of_file(run, num_gpus), options.gpus_per_node
     if options.nodes is not None:  # of context-parallel ranks, each with its tensor-parallel ones
@@ -128,7 +131,7 @@ def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespa
     place = Place(gpu_named(options.gpu), node, tuple(packs.packs), packs.learned, cost)
     found = predict_run(setup, place)
     steps = steps_of(run, packs_per_step(found), packs.per_epoch)
-    return Answer(found, faster(found), steps, packs.per_epoch, list(notes_on(run)))
+    return Answer(found, faster(found), steps, packs.per_epoch, packs.counts, list(notes_on(run)))
 
 
 def _write(sizings: list[Sizing], answers: list[Answer], options: argparse.Namespace) -> None:
@@ -250,6 +253,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=("sft", "dpo"),
         default="sft",
         help="for records: sft, or dpo for preference pairs that share their prompt (default: %(default)s)",
+    )
+    add(
+        "--share-prefixes",
+        action="store_true",
+        help="for records: pack those that begin with the same tokens as trees, as magi.share_prefixes does",
     )
     add(
         "--cost",

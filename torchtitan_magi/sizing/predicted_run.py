@@ -17,6 +17,7 @@ from torchtitan_magi.sizing.memory import Prediction, predict
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.step_time import StepTime, time_of_step
 from torchtitan_magi.sizing.strategies.outcomes import Case, plan_outcome
+from torchtitan_magi.sizing.strategies.pack_masks import mask_of, tokens_and_parents
 
 MODES = ("none", "selective", "full")  # of activation checkpointing, selective by operation
 ROOM = 0.95  # of a GPU's memory that is taken without care: PyTorch's allocator loses some between blocks
@@ -28,7 +29,7 @@ class Place:
     """Where a run trains, and on what.
 
     Attributes:
-        packs: lengths of the documents in sampled packs. learned: share of their tokens that have a label.
+        packs: tokens of the documents in sampled packs, see ``pack_masks``. learned: share of these that have a label.
         cost: of attention and exchanges; None: that of the GPU.
     """
 
@@ -108,7 +109,7 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
     forward, backward = (batch * expected_largest(attends[:, way], ranks) for way in (0, 1))
     pairs = batch * float(areas.mean()) / setup.cp
     time = time_of_step(setup, place.gpu, place.gpus_per_node, (forward, backward), pairs)
-    mean_tokens = float(np.mean([pack.sum() for pack in place.packs]))
+    mean_tokens = float(np.mean([tokens_and_parents(pack)[0].sum() for pack in place.packs]))
     tokens = mean_tokens * batch * ranks * setup.microbatches
     cp_in_node = max(1, min(place.gpus_per_node // setup.tp, setup.cp))
     memory = predict(replace(setup, cp_per_machine=cp_in_node))
@@ -117,18 +118,8 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
 
 def _area(pack: Int64Array, window: int) -> tuple[float, float]:
     """(query, key) pairs of a pack where rows see at most ``window`` tokens, 0: all; and their share of all pairs."""
-    lengths = pack.astype(float)
-    if lengths.ndim == 2:  # preference pairs: both answers see the prompt
-        prompts, answers = lengths[:, 0], lengths[:, 1:].sum(1)
-        rows = np.concatenate([prompts, lengths[:, 1:].ravel()])
-        whole = float((rows * (rows + 1) / 2).sum() + (prompts * answers).sum())
-        lengths = lengths.sum(1)
-    else:
-        whole = float((lengths * (lengths + 1) / 2).sum())
-    if not window:
-        return whole, 1.0
-    outside = np.maximum(lengths - window, 0)
-    seen = max(whole - float((outside * (outside + 1) / 2).sum()), float(lengths.sum()))
+    whole = mask_of(pack).area
+    seen = mask_of(pack, window).area if window else whole
     return seen, seen / whole
 
 

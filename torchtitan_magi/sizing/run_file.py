@@ -77,9 +77,15 @@ def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
     dataset = run.read("training.dataset", str)
     if dataset not in ("sft", "dpo"):
         raise ValueError(f"training.dataset is {quoted(dataset)}; sizing reads 'sft' and 'dpo'")
+    shares = run.read("magi.share_prefixes", False)
+    if shares and dataset != "sft":
+        raise ValueError(
+            f"magi.share_prefixes is true and training.dataset {quoted(dataset)}; it is for 'sft': use that, or false"
+        )
     folder, cost = run.read("model.hf_assets_path", str), run.read("magi.cost_model", "")
     return {
         "source": run.read("training.dataset_path", str), "dataset": dataset, "tokenizer": folder,
+        "share_prefixes": shares,
         "total": str(total), "cp": [cp_size], "cost": Path(cost) if cost else None,
         **(_heads(run, tp_size) if with_heads else {}),
     }  # fmt: skip
@@ -114,6 +120,8 @@ def notes_on(run: RunFile) -> Iterator[str]:
             f"{shown(missing)} is not there yet; documents are those of the histogram, and their lengths decide what "
             "attention takes"
         )
+        if run.read("magi.share_prefixes", False):
+            yield "magi.share_prefixes is true; what records share the data will say, and it is not counted"
     if run.read("training.enable_cpu_offload", False):
         yield "training.enable_cpu_offload is true; what copies and the optimizer on the CPU take is not counted"
 

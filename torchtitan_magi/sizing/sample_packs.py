@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ import numpy as np
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, pack_best_fit
 from torchtitan_magi.data.datasets.packed_dataset import IGNORE_INDEX, PackedDataset
+from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from torchtitan_magi.data.tokens.token_cache import default_folder
 from torchtitan_magi.files import regular_file
 from torchtitan_magi.masks.geometry import Int64Array
+from torchtitan_magi.sizing.strategies.pack_masks import pack_of_trees, tokens_and_parents
 from torchtitan_magi.wording import one_line, quoted, shown
 
 # Document lengths of a real corpus, as MagiAttention's benchmark has them: upper edge of each bin in tokens ->
@@ -32,14 +34,16 @@ class Sample:
     """Packs of a source.
 
     Attributes:
-        packs: lengths of the documents of each: int64 [n]; of preference pairs [n, 3]: prompt, chosen, rejected.
+        packs: tokens of the documents of each, see ``pack_masks``.
         per_epoch: how many packs an epoch has, about; None for a distribution.
         learned: share of their tokens that have a label.
+        counts: of the records that trees were looked for in; None where they were not.
     """
 
     packs: list[Int64Array]
     per_epoch: float | None = None
     learned: float = 1.0
+    counts: PackingCounts | None = None
 
 
 DISTRIBUTIONS = {
@@ -50,15 +54,19 @@ DISTRIBUTIONS = {
 }
 
 
-def make_packs(
-    source: str, total: int, count: int, seed: int = 0, tokenizer: str | Path | None = None, pairs: bool = False
-) -> list[Int64Array]:
+def make_packs(source: str, total: int, count: int, *options: Any, **more: Any) -> list[Int64Array]:
     """The packs of ``sample``."""
-    return sample(source, total, count, seed, tokenizer, pairs).packs
+    return sample(source, total, count, *options, **more).packs
 
 
 def sample(
-    source: str, total: int, count: int, seed: int = 0, tokenizer: str | Path | None = None, pairs: bool = False
+    source: str,
+    total: int,
+    count: int,
+    seed: int = 0,
+    tokenizer: str | Path | None = None,
+    pairs: bool = False,
+    share_prefixes: bool = False,
 ) -> Sample:
     """Document lengths of each of up to ``count`` packs of at most ``total`` tokens.
 
@@ -68,10 +76,11 @@ def sample(
             set as training takes it, packed by training's own code.
         tokenizer: a data set's: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
         pairs: the data set has preference pairs, for DPO with shared prompts.
+        share_prefixes: records of the data set that begin with the same tokens are packed as trees.
 
     Raises:
         ValueError: a number out of range, an unknown name, a file that cannot be read or holds no lengths, a data set
-            without a tokenizer, pairs of no data set.
+            without a tokenizer, pairs or common beginnings of no data set, common beginnings of pairs.
     """
     if not 1 <= total < 2**31:
         raise ValueError(f"total is {total} tokens; give 1 to 2,147,483,647")
@@ -82,6 +91,10 @@ def sample(
     is_file_of_lengths = exists and tokenizer is None and path.suffix not in RECORDS and not path.is_dir()
     if pairs and (source in DISTRIBUTIONS or is_file_of_lengths):
         raise ValueError(f"{shown(source)} has no preference pairs; give a .jsonl data set of them, or --dataset sft")
+    if share_prefixes and (source in DISTRIBUTIONS or is_file_of_lengths):
+        raise ValueError(f"{shown(source)} has no tokens to share; give a data set of records, or no --share-prefixes")
+    if share_prefixes and pairs:
+        raise ValueError("--share-prefixes is for --dataset sft; leave it out, as pairs share their prompt without it")
     if source in DISTRIBUTIONS:
         count = 1 if source == "dense" else count  # they would all be the same
         return Sample([draw_pack(source, total, seed + number) for number in range(count)])
@@ -95,7 +108,7 @@ def sample(
         )
     if tokenizer is None:
         raise ValueError(f"{shown(source)} is a data set; give --tokenizer, the directory that holds tokenizer.json")
-    return read_data_set(source, Path(tokenizer), total, count, seed, pairs)
+    return read_data_set(source, Path(tokenizer), total, count, seed, pairs, share_prefixes)
 
 
 def pairs_of(documents: Sample) -> Sample:
@@ -190,31 +203,35 @@ def pack_lengths(lengths: Int64Array, total: int, count: int, seed: int) -> list
     return [packs[i] for i in rng.permutation(len(packs))[:count]]
 
 
-def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool) -> Sample:
+def read_data_set(
+    paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool, share_prefixes: bool = False
+) -> Sample:
     """Packs as training makes them of records, whose tokens are kept. Raises ValueError for bad records and assets."""
     chat = load_chat_tokenizer(tokenizer)
     options: dict[str, Any] = {"seed": seed, "epochs": 1, "check": False, "token_cache": default_folder()}
     if pairs:
         dataset: PackedDataset = PackedPairDataset(paths, chat.pair, total, **options)
     else:
-        dataset = PackedSFTDataset(paths, chat, total, **options)
+        dataset = PackedSFTDataset(paths, chat, total, share_prefixes=share_prefixes, **options)
     items = list(itertools.islice(dataset, count))
     learned = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
-    packs = [(_lengths_of_pairs if pairs else _lengths)(inputs) for inputs, _ in items]
-    share = learned / max(1, sum(int(pack.sum()) for pack in packs))
-    return Sample(packs, dataset.packs_per_epoch(dataset.counts), share)
+    if pairs:
+        packs = _packs_of_pairs([inputs for inputs, _ in items])
+    elif share_prefixes:
+        packs = [pack_of_trees(inputs["documents"]) for inputs, _ in items]
+    else:
+        packs = [np.diff(inputs["documents"])[:, 0].astype(np.int64) for inputs, _ in items]
+    share = learned / max(1, sum(int(tokens_and_parents(pack)[0].sum()) for pack in packs))
+    return Sample(packs, dataset.packs_per_epoch(dataset.counts), share, dataset.counts if share_prefixes else None)
 
 
-def _lengths(inputs: dict[str, Any]) -> Int64Array:
-    start, end = inputs["documents"].T
-    return (end - start).astype(np.int64)
-
-
-def _lengths_of_pairs(inputs: dict[str, Any]) -> Int64Array:
-    """[n, 3]: prompt, chosen and rejected. Raises ValueError for answers of several pairs."""
-    start, end, shared = inputs["documents"].astype(np.int64).T
-    if len(start) != 2 * len(inputs["pairs"]) or shared[::2].any():
-        raise ValueError("the data has records with several pairs, which are not predicted; give each pair as a record")
-    first, second = (end - start).reshape(-1, 2).T
-    prompt = shared[1::2]
-    return np.stack([prompt, first - prompt, second], 1)
+def _packs_of_pairs(items: Sequence[dict[str, Any]]) -> list[Int64Array]:
+    """Prompt, chosen and rejected of each pair, [n, 3]; or trees, if some prompt has more answers."""
+    packs = []
+    for inputs in items:
+        start, end, shared = inputs["documents"].astype(np.int64).T
+        if len(start) != 2 * len(inputs["pairs"]) or shared[::2].any():
+            return [pack_of_trees(each["documents"]) for each in items]
+        first, second = (end - start).reshape(-1, 2).T
+        packs.append(np.stack([shared[1::2], first - shared[1::2], second], 1))
+    return packs

@@ -14,7 +14,7 @@ from support.streams import assert_nothing_is_lost, join, resume, take, with_sma
 
 from torchtitan_magi.data import IGNORE_INDEX, PackedPairDataset, PackedSFTDataset, TokenizedDocument, collate_packs
 from torchtitan_magi.data.packs import prefix_trees
-from torchtitan_magi.data.packs.prefix_trees import Run, grow_trees
+from torchtitan_magi.data.packs.prefix_trees import Run, grow_trees, paths_of
 from torchtitan_magi.data.tokens.documents import TokenizedAnswers
 
 blocks = with_small_blocks(1500)
@@ -171,20 +171,33 @@ def test_a_tree_that_does_not_fit_begins_anew_in_the_next_pack(tmp_path):
     assert (packs.counts.tokens, packs.counts.shared_tokens) == (2 * 10 + 6 * 6, 4 * 10)
 
 
-def test_branches_keep_the_order_of_the_window():
-    def order(texts):
-        tokens = np.array([ord(letter) for text in texts for letter in text], np.int32)
-        ends = np.cumsum([*map(len, texts)])
-        lengths = np.array([len(text) - 1 for text in texts])
-        trees = grow_trees([Run(tokens, ends - lengths - 1, lengths, lengths)], 1000)
-        return trees.order.tolist(), trees.shared.tolist()
+def order(texts):
+    """The order of texts whose letters are tokens, and what each shares with the one before it."""
+    tokens = np.array([ord(letter) for text in texts for letter in text], np.int32)
+    ends = np.cumsum([*map(len, texts)])
+    lengths = np.array([len(text) - 1 for text in texts])
+    trees = grow_trees([Run(tokens, ends - lengths - 1, lengths, lengths)], 1000)
+    return trees.order.tolist(), trees.shared.tolist()
 
+
+def test_branches_keep_the_order_of_the_window_but_for_the_largest():
     assert order(["abcdZ", "xyzw", "abcdA", "abcdM"]) == ([0, 2, 3, 1], [0, 3, 3, 0])
-    assert order(["abcdZZ", "abcdAAB1", "q", "abcdZY", "abcdAAB2"]) == ([0, 1, 4, 3, 2], [0, 3, 6, 3, 0])
+    assert order(["abcdZZ", "abcdAAB1", "q", "abcdZY", "abcdAAB2"]) == ([1, 4, 0, 3, 2], [0, 6, 3, 3, 0])
     mixed = [f"abcd{''.join(letters)}" for letters in np.random.default_rng(0).choice([*"xyz"], (40, 2))]
     assert order(mixed) == ([*range(40)], [0, *[3] * 39])  # however their branches would be sorted
     assert order(["abc", "abd", "ab"]) == ([0, 1, 2], [0, 0, 0])  # less than SHORTEST
     assert order([]) == ([], [])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_above_a_branch_lies_in_few_runs(seed):
+    """Turns of an agent, each left by a branch: by the order of the window half of them would lie between the turns."""
+    rng, turns = np.random.default_rng(seed), 64
+    texts = [f"{'abcd' * turn}{'ABCDEFGH'}" for turn in range(1, turns)]
+    _, shared = order([texts[i] for i in rng.permutation(len(texts))])
+    assert max(map(len, paths_of(shared, range(turns)[1:]))) == 2
+    _, shared = order([record["text"].replace(" ", "") for record in grown(rng, 200)])
+    assert max(map(len, paths_of(shared, range(200)))) <= 1 + np.log2(200)
 
 
 def test_data_without_common_beginnings_has_the_same_packs(tmp_path):

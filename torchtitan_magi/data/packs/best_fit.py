@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from torchtitan_magi.wording import amount
+
 
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Best-fit-decreasing: the longest document first, each into the fullest pack that still has room for it.
@@ -70,6 +72,19 @@ class PackingCounts:
     def fill(self) -> float:
         """Fraction of the packs' positions that pieces fill, 0 to 1."""
         return self.tokens / max(1, self.slots)
+
+    def sharing(self, packs_per_step: int, packs_per_epoch: float) -> str:
+        """What common beginnings save and what that does to steps, in words."""
+        if not self.shared_tokens:
+            return f"no two of {self.documents:,} records that are packed together begin with the same tokens"
+        whole, steps = self.tokens + self.shared_tokens, packs_per_epoch / packs_per_step
+        times, records = whole / self.tokens, packs_per_step * self.pieces / self.packs
+        return (
+            f"{self.tokens:,} tokens in place of {whole:,} in {self.documents:,} records; a step takes about "
+            f"{amount(records, 'record')} in place of {amount(records / times)}, an epoch about "
+            f"{amount(steps, 'step')} in place of {amount(steps * times)}, and training.steps and the learning rate "
+            "count such steps"
+        )
 
     def __add__(self, other: "PackingCounts") -> "PackingCounts":
         return PackingCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

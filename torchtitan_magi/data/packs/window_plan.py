@@ -23,7 +23,7 @@ from torchtitan_magi.data.tokens.array_file import Damaged, Layout
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.wording import one_line, quoted
 
-PACKING_VERSION = 3  # of the way from records to packs
+PACKING_VERSION = 4  # of the way from records to packs
 
 _INDEX = {"bounds": np.int64, "checksums": np.uint32, "carried": np.int64, "pairs": np.int64}
 _FILE = Layout(b"magiplan", _INDEX, "rows")

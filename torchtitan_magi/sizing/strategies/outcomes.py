@@ -13,7 +13,6 @@ from math import inf
 
 import numpy as np
 
-from torchtitan_magi.masks.builders import shared_prompt, varlen_causal
 from torchtitan_magi.masks.geometry import Int64Array, IntArray, clip_rows, expand, intersecting, slice_areas
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.choose_stages import choose_stages, equal_stages
@@ -23,6 +22,7 @@ from torchtitan_magi.planning.plan import AttnPlan, plan_ownership
 from torchtitan_magi.planning.relays import Spans
 from torchtitan_magi.planning.timeline import Workload, predict
 from torchtitan_magi.planning.topology import Nodes
+from torchtitan_magi.sizing.strategies.pack_masks import mask_of, tokens_and_parents
 from torchtitan_magi.tiles import KEYS, tile_cost
 
 Owned = tuple[Int64Array, ...]  # of each rank, ranges of its tokens, [n, 2]
@@ -35,7 +35,7 @@ class Case:
     """A pack, and the machine and layers that it is for.
 
     Attributes:
-        lengths: int64 [n], tokens of causal documents; or [n, 3] of preference pairs: prompt, chosen, rejected.
+        lengths: tokens of its documents, see ``tokens_and_parents``.
         total: tokens of the pack; the last ones may be padding.
         gpus_per_node: at most cp_size.
     """
@@ -48,26 +48,30 @@ class Case:
     cost: CostModel
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether its documents are preference pairs."""
-        return self.lengths.ndim == 2
-
-    @property
     def nodes(self) -> Nodes:
         """Which ranks sit in which node."""
         return Nodes.of(self.gpus_per_node, self.cp_size)
 
     @property
     def documents(self) -> Int64Array:
-        """Tokens of each document, or pair, [n]."""
-        return self.lengths.sum(1) if self.has_pairs else self.lengths
+        """Tokens of each document, pair or tree, [n]."""
+        sizes, parents = tokens_and_parents(self.lengths)
+        return np.diff(np.append(0, sizes.cumsum())[np.append(np.flatnonzero(parents < 0), len(sizes))])
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether its documents are causal ones."""
+        return self.lengths.ndim == 1
+
+    @property
+    def kind(self) -> str:
+        """What its documents are."""
+        return "causal document" if self.is_flat else {3: "preference pair", 2: "tree"}[self.lengths.shape[1]]
 
     @functools.cached_property
     def slices(self) -> AttnSlices:
         """The mask of the pack, canonical."""
-        if self.has_pairs:
-            return shared_prompt(self.lengths).canonical()
-        return varlen_causal(np.append(0, self.lengths.cumsum())).canonical()
+        return mask_of(self.lengths)
 
     @property
     def tokens(self) -> int:
@@ -79,7 +83,7 @@ class Case:
         """Our kernel on the whole pack on one GPU, time over the number of ranks: forward and backward, [2]."""
         table = self.slices.table.astype(np.int64)
         pairs = np.array((slice_areas(table) * self.heads.tile_filling(table[:, 1] - table[:, 0])).sum())
-        rows = np.array(float(self.lengths.sum()))
+        rows = np.array(float(self.documents.sum()))
         kernels = self.cost.forward, self.cost.backward
         return np.array([kernel.seconds(pairs, rows, self.heads) for kernel in kernels]) / self.cp_size
 
@@ -222,8 +226,8 @@ def compare(case: Case) -> dict[str, Outcome | None]:
         return {}
     return {
         "all-gather": _all_gather(case),
-        "all-gather zigzag": None if case.has_pairs else _all_gather_zigzag(case),
-        "ring": None if case.has_pairs else _ring(case),
+        "all-gather zigzag": _all_gather_zigzag(case) if case.is_flat else None,
+        "ring": _ring(case) if case.is_flat else None,
         "Ulysses": _ulysses(case),
         "min-heap": _min_heap(case),
     }
@@ -233,7 +237,7 @@ def why_not(name: str, case: Case) -> str:
     """Why the strategy of this name cannot run on a pack."""
     if name == "Ulysses":
         return f"cannot spread {case.heads.num_heads_q}:{case.heads.num_heads_kv} heads over {case.cp_size} GPUs"
-    return "cuts causal documents; chosen and rejected with one prompt are none"
+    return f"cuts causal documents; a {case.kind} is none"
 
 
 def _all_gather(case: Case) -> Outcome:

@@ -73,8 +73,7 @@ def setting(sizing: Sizing) -> list[str]:
     fill = sum(int(pack.case.documents.sum()) for pack in sizing.packs) / (sizing.total * len(counts))
     longest = max(int(pack.case.documents.max(initial=0)) for pack in sizing.packs)
     what = f" ({DISTRIBUTIONS[sizing.source]})" if sizing.source in DISTRIBUTIONS else ""
-    kind = "preference pair" if sizing.packs[0].case.has_pairs else "causal document"
-    documents = counted(round(np.mean(counts)), kind)
+    documents = counted(round(np.mean(counts)), sizing.packs[0].case.kind)
     dims = "/".join(map(str, dict.fromkeys(heads.dims)))
     return [
         f"{layout}; packs of {sizing.total:,} tokens, T = {plan.tokens_per_rank:,} on each GPU; "

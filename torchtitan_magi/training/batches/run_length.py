@@ -13,6 +13,7 @@ from tqdm import tqdm
 from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank
+from torchtitan_magi.wording import amount
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +114,12 @@ class RunLength:
         length, warmup = self.loader.schedule["steps"], self.sections.lr_scheduler.warmup_steps
         if warmup != self.warmup_given:
             logger.info(
-                f"Warm-up takes {_number(warmup, 'step')}, a fifth of the run: lr_scheduler.warmup_steps is left at "
+                f"Warm-up takes {amount(warmup, 'step')}, a fifth of the run: lr_scheduler.warmup_steps is left at "
                 f"{DEFAULT_WARMUP}"
             )
         elif warmup >= length:
             logger.warning(
-                f"lr_scheduler.warmup_steps is {warmup:,}, but the learning rate follows {_number(length, 'step')}: "
+                f"lr_scheduler.warmup_steps is {warmup:,}, but the learning rate follows {amount(length, 'step')}: "
                 "the run never leaves warm-up; set fewer"
             )
 
@@ -179,27 +180,14 @@ class RunLength:
         steps, self.packs_per_epoch = self.sections.training.steps, passes.per_epoch
         about = "" if passes.is_exact else "about "
         epoch = (round(passes.per_epoch), "pack"), (passes.per_epoch / self.packs_per_step, "step")
-        per_epoch = " and ".join(_number(number, noun) for number, noun in epoch)
-        epochs = _number(self._epochs(passes), "epoch")
-        run = f"{_number(steps, 'step')} are {about}{epochs}{f': {text}' if text else ''}"
+        per_epoch = " and ".join(amount(number, noun) for number, noun in epoch)
+        epochs = amount(self._epochs(passes), "epoch")
+        run = f"{amount(steps, 'step')} are {about}{epochs}{f': {text}' if text else ''}"
         if is_first_rank():
             logger.log(level, f"The data are {about}{per_epoch} per epoch; {run}")
             if self.loader.dataset.options.share_prefixes:
-                logger.info(f"magi.share_prefixes: {self._sharing(passes)}")
-
-    def _sharing(self, passes: Passes) -> str:
-        """What common beginnings save, and what that does to steps."""
-        counts, steps = passes.counts, passes.per_epoch / self.packs_per_step
-        if not counts.shared_tokens:
-            return f"no two of {counts.documents:,} records that are packed together begin with the same tokens"
-        whole = counts.tokens + counts.shared_tokens
-        times, records = whole / counts.tokens, self.packs_per_step * counts.pieces / counts.packs
-        return (
-            f"{counts.tokens:,} tokens in place of {whole:,} in {counts.documents:,} records; a step takes about "
-            f"{_number(records, 'record')} in place of {_number(records / times)}, an epoch about "
-            f"{_number(steps, 'step')} in place of {_number(steps * times)}, and training.steps and the learning rate "
-            "count such steps"
-        )
+                shared = passes.counts.sharing(self.packs_per_step, passes.per_epoch)
+                logger.info(f"magi.share_prefixes: {shared}")
 
     def _epochs(self, passes: Passes) -> float:
         """How many epochs the run has."""
@@ -239,13 +227,7 @@ def _follow(schedulers: Any, build: Callable[[Any, int], Any], steps: int) -> No
 
 
 def _schedule(schedule: dict[str, int]) -> str:
-    return f"{_number(schedule['steps'], 'step')} with {schedule['warmup']:,} of warm-up"
-
-
-def _number(number: float, noun: str = "") -> str:
-    """Such as "1,234 packs", "0.25 steps" or "1 epoch"; without a noun "1,234"."""
-    text = f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
-    return f"{text} {noun}{'s' * (text != '1')}" if noun else text
+    return f"{amount(schedule['steps'], 'step')} with {schedule['warmup']:,} of warm-up"
 
 
 def _bar(num_records: int) -> Any:

@@ -1,0 +1,73 @@
+"""Steps on rollouts that a program gives are those of a run that reads them from a file."""
+
+import json
+import re
+
+import pytest
+from support.degrees import degree_arguments
+from support.hf_loop import ARGUMENTS
+from support.hf_models import hf_arguments, make_hf_folder, tensors_of
+from support.rollouts import rollouts_file
+from support.runs import DEBUG_TOML, new_folder, run_script, train
+
+PROGRAM = """
+import json, sys
+from torchtitan_magi import open_trainer
+
+records = [json.loads(line) for line in open(sys.argv[1])]
+with open_trainer(sys.argv[2:]) as trainer:
+    names = {name: list(tensor.shape) for name, tensor in trainer.weights()}
+    for wrong in ([], [{}], [records[0], {"prompt_ids": [1], "completions": []}], None):
+        try:
+            trainer.train_step(wrong)
+        except ValueError as error:
+            print("REFUSED", error)
+    assert trainer.step == 0
+    while trainer.step < trainer.num_steps:
+        given = records if trainer.is_first_rank else None
+        print("LOSS", trainer.step, trainer.train_step(given)["loss_metrics/global_avg_loss"])
+    try:
+        trainer.train_step(records)
+    except ValueError as error:
+        print("REFUSED", error)
+    print("NAMES", json.dumps(names), flush=True)
+"""
+REFUSED = (
+    "rollouts is empty; give a step at least one record",
+    'rollouts[0]: "completions" is None; write a list of objects',
+    'rollouts[1]: "completions" is []; write a list of objects',
+    "rollouts is None on rank 0; give them there",
+    "training.steps is 5, and all of them are done; set it to more",
+)
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 2}, {"cp": 2, "tp": 2}])
+def test_given_steps_are_those_of_a_file(degrees, tmp_path):
+    folder, path = make_hf_folder("llama", initializer_range=0.1), rollouts_file()
+    options = [*hf_arguments(folder), *ARGUMENTS, "--training.dataset", "rollouts", "--training.seq_len", "1024"]
+    options += ["--training.local_batch_size", "1", "--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
+    options += degree_arguments({"cp": 1} | degrees)
+    processes = 2 if "dp" in degrees else 4
+    (program := tmp_path / "program.py").write_text(PROGRAM)
+    given = ["--job.config_file", DEBUG_TOML, "--job.dump_folder", new_folder(), "--training.dataset_path="]
+    printed = run_script(processes, program, path, *given, *options).output
+    from_file = train(
+        processes, [*options, "--training.dataset_path", str(path)], layers=None, entry="torchtitan_magi.train"
+    )
+    losses = [float(loss) for loss in re.findall(r"^LOSS \d+ (\S+)", printed, re.M)]
+    assert losses == pytest.approx(from_file.losses, abs=1e-5)
+    refused = re.findall(r"^REFUSED (.*)", printed, re.M)
+    assert len(refused) == len(REFUSED)
+    assert all(said.startswith(wanted) for said, wanted in zip(refused, REFUSED, strict=True))
+    names = json.loads(re.search(r"^NAMES (.*)", printed, re.M)[1])
+    assert names == {name: list(tensor.shape) for name, tensor in tensors_of(folder).items()}
+
+
+def test_a_run_with_a_file_is_not_led(tmp_path):
+    folder = make_hf_folder("llama")
+    arguments = ["--job.config_file", DEBUG_TOML, *hf_arguments(folder), "--job.dump_folder", new_folder()]
+    arguments += ["--training.dataset", "rollouts", "--training.dataset_path", rollouts_file(), "--training.seq_len"]
+    arguments += ["1024", "--parallelism.context_parallel_degree", "1", "--magi.random_weights"]
+    (program := tmp_path / "program.py").write_text(PROGRAM)
+    with pytest.raises(Exception, match="but the rollouts of each step are given; leave it out"):
+        run_script(1, program, rollouts_file(), *arguments)
