@@ -21,6 +21,8 @@ from torchtitan_magi.data.inspection.terminal import Painter, report
 from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.wording import one_line
 
+KINDS = {"sft": "documents", "dpo": "pairs", "rollouts": "rollouts"}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a report, and writes the page if one is asked for."""
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _check(options)
         inspection = inspect_data(
-            options.source, options.tokenizer, options.dataset == "dpo", options.seq_len, options.records, options.all,
+            options.source, options.tokenizer, KINDS[options.dataset], options.seq_len, options.records, options.all,
             options.share_prefixes,
         )  # fmt: skip
         if options.html:
@@ -70,9 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", required=True, metavar="DIR", help="folder of the model's tokenizer.json and chat template")
     add(
         "--dataset",
-        choices=("sft", "dpo"),
+        choices=KINDS,
         default="sft",
-        help="sft: conversations or texts; dpo: preference pairs (default: %(default)s)",
+        help="sft: conversations or texts; dpo: preference pairs; rollouts: sampled answers (default: %(default)s)",
     )
     add("--seq-len", type=int, metavar="N", help="tokens per pack; shows truncation and fill (default: not shown)")
     add(

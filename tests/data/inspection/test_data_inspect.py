@@ -147,7 +147,7 @@ def test_colours_and_marks_are_around_what_is_learned(inspect):
 
 def test_a_pair_is_shown_as_prompt_chosen_and_rejected(inspect):
     record = {"prompt": "the cat", "chosen": "the hat", "rejected": "a dog"}
-    inspection = inspect([record], pairs=True, num_shown=1)
+    inspection = inspect([record], kind="pairs", num_shown=1)
     lines = report(inspection, Painter(has_color=False)).splitlines()
     assert lines.index("prompt:") < lines.index("chosen:") < lines.index("rejected:")
     assert lines[lines.index("chosen:") + 1].startswith("⟦the hat<|im_end|>")
@@ -189,7 +189,7 @@ def test_figures_of_pairs_are_those_of_training(inspect, tmp_path):
     names = ("prompt", "chosen", "rejected")
     records = [{name: "the " * int(n) for name, n in zip(names, size, strict=True)} for size in sizes]
     records += [dict(zip(names, "abb", strict=True)), dict(zip(names, ("the " * 200, "b", "c"), strict=True))]
-    tally = inspect(records, pairs=True, seq_len=100, read_all=True).tallies[0]
+    tally = inspect(records, kind="pairs", seq_len=100, read_all=True).tallies[0]
     tokenizer = load_chat_tokenizer(tmp_path / "tokenizer")
     packs = PackedPairDataset(tmp_path / "data.jsonl", tokenizer.pair, 100, epochs=1, shuffle=False)
     counts = list(packs) and packs.counts
@@ -574,7 +574,7 @@ def scored(*answers):
 def test_answers_in_pairs_are_shown_with_what_each_is_preferred_to(inspect):
     answers = scored(("a dog", 1), ("the cat", 3), ("the end", 2))
     inspection = inspect(
-        [{"prompt": "the hat", "completions": answers, "mood": 1}], pairs=True, seq_len=64, num_shown=1
+        [{"prompt": "the hat", "completions": answers, "mood": 1}], kind="pairs", seq_len=64, num_shown=1
     )
     ((_, seen),) = inspection.shown
     assert [name for name, _ in seen.cells] == ["prompt", "answer 1", "answer 2, better than 1, 3", "answer 3"]
@@ -590,7 +590,9 @@ def test_answers_in_pairs_are_shown_with_what_each_is_preferred_to(inspect):
     assert text.count(said) == 2  # of the record and of its source
     assert [line for line in warnings_of(inspection) if "mood" in line]
     assert not [line for line in warnings_of(inspection) if "completions" in line]
-    inspection = inspect([{"prompt": "the hat", "completions": ["a", "b"], "pairs": [[1, 0]]}], pairs=True, num_shown=1)
+    inspection = inspect(
+        [{"prompt": "the hat", "completions": ["a", "b"], "pairs": [[1, 0]]}], kind="pairs", num_shown=1
+    )
     assert [name for name, _ in inspection.shown[0][1].cells] == ["prompt", "rejected", "chosen"]
     assert "in place of" not in report(inspection, Painter(has_color=False))
     assert not [line for line in warnings_of(inspection) if "not used" in line]
@@ -607,7 +609,7 @@ def test_figures_of_answers_in_pairs_are_those_of_training(inspect, tmp_path):
         {"prompt": "a", "completions": ["b", "b", "c"], "pairs": pairs} for pairs in ([[0, 1]], [[0, 1], [0, 2]])
     ]
     records.append({"prompt": "the " * 200, "completions": ["b", "c", "d"], "pairs": [[0, 1], [0, 2]]})
-    tally = inspect(records, pairs=True, seq_len=100, read_all=True).tallies[0]
+    tally = inspect(records, kind="pairs", seq_len=100, read_all=True).tallies[0]
     tokenizer = load_chat_tokenizer(tmp_path / "tokenizer")
     packs = PackedPairDataset(tmp_path / "data.jsonl", tokenizer.pair, 100, epochs=1, shuffle=False)
     items = list(packs)
@@ -619,3 +621,15 @@ def test_figures_of_answers_in_pairs_are_those_of_training(inspect, tmp_path):
     assert len(tally.kept) == counts.pieces > len(records)
     assert tally.pairs == sum(len(inputs["pairs"]) for inputs, _ in items)
     assert tally.alone > 1.1 * counts.tokens
+
+
+def test_rollouts_as_text_and_as_token_ids(inspect):
+    answers = [{"completion": text, "reward": number} for number, text in enumerate(("cat", "hat"))]
+    ids = {"completion_ids": [7, 8, 9], "completion_mask": [1, 0, 1], "advantage": 0.5}
+    records = [{"prompt": "the", "completions": answers, "mood": 1}, {"prompt_ids": [5, 6], **ids}]
+    inspection = inspect(records, kind="rollouts", seq_len=64, num_shown=2, read_all=True)
+    text, tokens = (seen for _, seen in inspection.shown)
+    assert [name for name, _ in text.cells] == ["answer 1", "answer 2"]
+    assert (tokens.tokens, tokens.learned) == (5, 2)
+    assert any('"mood"' in warning.text for warning in inspection.warnings)
+    assert not any('"reward"' in warning.text or '"advantage"' in warning.text for warning in inspection.warnings)

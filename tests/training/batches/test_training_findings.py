@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from torchtitan_magi.data import ChatTokenizer
 from torchtitan_magi.data.inspection import judgement
+from torchtitan_magi.data.inspection.examine import PARSERS
 from torchtitan_magi.data.records.corpus import Corpus
-from torchtitan_magi.data.records.formats import parse_document, parse_pair
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from torchtitan_magi.training.batches.findings import check_findings
 
@@ -61,13 +61,15 @@ def look(tmp_path, caplog):
     assets = tmp_path / "assets"
     assets.mkdir()
 
-    def look(records, template=CHATML_TEMPLATE, tokenizer=TOKENIZER, goes_on=False, eos=1, pairs=False, name="data"):
+    def look(
+        records, template=CHATML_TEMPLATE, tokenizer=TOKENIZER, goes_on=False, eos=1, kind="documents", name="data"
+    ):
         (assets / "chat_template.jinja").write_text(template)
         path = write_jsonl(tmp_path / f"{name}.jsonl", records)
-        source = Corpus(path, parse_pair if pairs else parse_document)
+        source = Corpus(path, PARSERS[kind])
         caplog.clear()
         tokenizer = ChatTokenizer(tokenizer, 0, eos, template, name=f"the chat template in {assets}")
-        check_findings(source, tokenizer, pairs, str(assets), goes_on)
+        check_findings(source, tokenizer, kind, str(assets), goes_on)
         return [(record.levelname, record.getMessage()) for record in caplog.records]
 
     return look
@@ -109,7 +111,7 @@ SURE = {
     "everything learned": ({"template": EVERYTHING}, "everything is learned in all 5 records: the template marks"),
     "nothing learned": ({"records": [{"messages": [user("the")]}] * 5}, "nothing is learned in all 5 records"),
     "pairs": (
-        {"records": [{"prompt": "the", "chosen": "cat", "rejected": "hat"}], "pairs": True, "template": BLANK_END},
+        {"records": [{"prompt": "the", "chosen": "cat", "rejected": "hat"}], "kind": "pairs", "template": BLANK_END},
         "no end-of-turn token is learned in 1 record",
     ),
 }

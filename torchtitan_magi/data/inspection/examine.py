@@ -23,12 +23,14 @@ from torchtitan_magi.data.inspection.spelling import Cell, Part, Speller
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.records.formats import parse_document, parse_pair
 from torchtitan_magi.data.records.record_file import attempt
+from torchtitan_magi.data.records.rollout_format import parse_rollouts
 from torchtitan_magi.data.tokens.chat import ChatTokenizer
 from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPairs, num_common
 from torchtitan_magi.data.tokens.token_block import TokenBlock, Tokenized
 
 T = TypeVar("T")
 
+PARSERS = {"documents": parse_document, "pairs": parse_pair, "rollouts": parse_rollouts}  # by kind of records
 _NO_LIMIT = 2**62  # tokens
 
 # Shows what a template writes around turns.
@@ -73,13 +75,13 @@ class Examiner:
     """Examines the records of a corpus whose records are plain JSON values.
 
     Args:
-        pairs: whether records are preference pairs.
+        kind: of the records, in PARSERS.
         seq_len: tokens per pack; None: no truncation.
         shown: numbers of the records to show.
     """
 
-    def __init__(self, corpus: Corpus, chat: ChatTokenizer, pairs: bool, seq_len: int | None, shown: set[int]) -> None:
-        self.corpus, self.chat, self.pairs, self.shown = corpus, chat, pairs, shown
+    def __init__(self, corpus: Corpus, chat: ChatTokenizer, kind: str, seq_len: int | None, shown: set[int]) -> None:
+        self.corpus, self.chat, self.kind, self.shown = corpus, chat, kind, shown
         self.seq_len = _NO_LIMIT if seq_len is None else seq_len
         self.speller = Speller(chat)
         self.checker = Checker(chat, self.speller)
@@ -92,12 +94,12 @@ class Examiner:
             self._block, self._raws = block, self.corpus.read(block)
         first = int(self.corpus.block_firsts[block])
         raws = [self._raws[index - first] for index in indices]
-        records = [attempt(parse_pair if self.pairs else parse_document, raw) for raw in raws]
+        records = [attempt(PARSERS[self.kind], raw) for raw in raws]
         return self.examine_parsed(indices, raws, records)
 
     def examine_parsed(self, indices: Sequence[int], raws: Sequence[Any], records: Sequence[Any]) -> list[Seen]:
         """Renders, tokenizes and checks records with these numbers. raws: their JSON values; None: not known."""
-        results: Sequence[Any] = (self.chat.pairs if self.pairs else self.chat.documents)(records)
+        results: Sequence[Any] = getattr(self.chat, self.kind)(records)
         return [self._seen(*of_one) for of_one in zip(indices, raws, records, results, strict=True)]
 
     def template(self) -> tuple[list[Cell], list[Found]]:
@@ -157,8 +159,10 @@ def parts_of(record: dict[str, Any], result: Tokenized) -> tuple[Part, ...]:
     """The tokens of a record: one part for a document, three for a pair; of answers the first with its prompt, and of
     each other one what differs from that."""
     if isinstance(result, TokenizedAnswers):
-        first, said = result.documents[0], [_contents(messages) for messages in record["completions"]]
-        parts = [Part("answer 1", first.tokens, first.loss_mask, _contents(record["prompt"]) + said[0])]
+        texts = "prompt_ids" not in record  # of token ids nothing more is known
+        first, asked = result.documents[0], _contents(record["prompt"]) if texts else ()
+        said = [_contents(answer) if texts else () for answer in record["completions"]]
+        parts = [Part("answer 1", first.tokens, first.loss_mask, asked + said[0])]
         for number, (one, words) in enumerate(zip(result.documents[1:], said[1:], strict=True), start=2):
             fork = num_common(first.tokens, one.tokens)
             parts.append(Part(f"answer {number}", one.tokens[fork:], one.loss_mask[fork:], words))

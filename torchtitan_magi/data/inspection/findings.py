@@ -9,6 +9,7 @@ import numpy as np
 
 from torchtitan_magi.data.inspection.spelling import Part, Speller
 from torchtitan_magi.data.records.formats import ROLES
+from torchtitan_magi.data.records.rollout_format import OF_ANSWER
 from torchtitan_magi.data.tokens.chat import ChatTokenizer
 
 Level = Literal["wrong", "look", "note"]
@@ -64,6 +65,8 @@ _FORMS = {
     "text": ("text",),
 }
 _FORMS_OF_PAIRS = {"chosen": ("prompt", "chosen", "rejected"), "completions": ("prompt", "completions", "pairs")}
+_OF_ROLLOUTS = ("prompt", "prompt_ids", "completions", *OF_ANSWER)
+_FORMS_OF_ROLLOUTS = {"completions": _OF_ROLLOUTS, "completion": _OF_ROLLOUTS, "completion_ids": _OF_ROLLOUTS}
 _ALWAYS = ("system", "tools", "chat_template_kwargs")
 # What templates write for tokens: <|im_start|>, <start_of_turn>, </s>
 _TOKEN_LIKE = re.compile(r"<\|[^|<>\s]{1,40}\|>|<\w{1,20}_of_\w{1,20}>|</?s>")
@@ -91,7 +94,7 @@ class Checker:
         """
         yield from self._tokens(record, parts)
         yield from (("template", note) for note in notes)
-        yield from (("key", key) for key in _unused_keys(raw, "answers" in record))
+        yield from (("key", key) for key in _unused_keys(raw, record))
         said = [content for part in parts for content in part.contents]
         yield from (("special", name) for name in self.speller.specials.values() for text in said if name in text)
 
@@ -170,11 +173,11 @@ def _has_other_roles(record: dict[str, Any]) -> bool:
     return "messages" not in record or any(message["role"] != "assistant" for message in record["messages"])
 
 
-def _unused_keys(raw: Any, has_pairs: bool) -> list[str]:
-    """Keys of a JSON value that nothing reads; none of a value that is no object."""
+def _unused_keys(raw: Any, record: dict[str, Any]) -> list[str]:
+    """Keys of a JSON value that nothing reads; none of a value that is no object. record: what was made of it."""
     if not isinstance(raw, dict):
         return []
-    forms = _FORMS_OF_PAIRS if has_pairs else _FORMS
+    forms = _FORMS_OF_PAIRS if "answers" in record else _FORMS_OF_ROLLOUTS if "values" in record else _FORMS
     known = next((keys for form, keys in forms.items() if form in raw), ("text",))
     return [key for key, value in raw.items() if value is not None and key not in (*known, *_ALWAYS)]
 

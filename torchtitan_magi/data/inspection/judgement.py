@@ -108,16 +108,17 @@ def by_block(corpus: Corpus, indices: np.ndarray) -> Iterator[tuple[int, np.ndar
         yield int(of_run[0]), run
 
 
-def first_look(corpus: Corpus, chat: ChatTokenizer, pairs: bool, of_template: list[Found]) -> tuple[list[Warning], int]:
+def first_look(corpus: Corpus, chat: ChatTokenizer, kind: str, of_template: list[Found]) -> tuple[list[Warning], int]:
     """What looks wrong in the template and in a few records, which a limited process renders; and their number.
 
     Args:
         corpus: of parsed records.
+        kind: of these, in PARSERS.
         of_template: what is known to be wrong with it.
 
     Raises ValueError if a file has changed since it was opened, and `guard.Died` if the process dies.
     """
-    of_probe, seen = guard.apart(_examined, corpus, chat, pairs, _drawn(corpus))
+    of_probe, seen = guard.apart(_examined, corpus, chat, kind, _drawn(corpus))
     findings = Findings()
     for one in seen:
         findings.add(one)
@@ -139,11 +140,9 @@ def _drawn(corpus: Corpus) -> dict[int, Any]:
     return drawn
 
 
-def _examined(
-    corpus: Corpus, chat: ChatTokenizer, pairs: bool, drawn: dict[int, Any]
-) -> tuple[list[Found], list[Seen]]:
+def _examined(corpus: Corpus, chat: ChatTokenizer, kind: str, drawn: dict[int, Any]) -> tuple[list[Found], list[Seen]]:
     """What was found in the template, and in the records. Runs in a process of its own."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has none of its parent's threads
     guard.limit_process()
-    examiner = Examiner(corpus, chat, pairs, None, set())
+    examiner = Examiner(corpus, chat, kind, None, set())
     return examiner.template()[1], examiner.examine_parsed([*drawn], [None] * len(drawn), [*drawn.values()])

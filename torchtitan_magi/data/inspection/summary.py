@@ -122,7 +122,7 @@ class Inspection:
 def inspect_data(
     source: str | os.PathLike[str],
     folder: str | os.PathLike[str],
-    pairs: bool = False,
+    kind: str = "documents",
     seq_len: int | None = None,
     num_shown: int = 3,
     read_all: bool = False,
@@ -133,7 +133,7 @@ def inspect_data(
     Args:
         source: as `Corpus` takes it.
         folder: holds the tokenizer and its chat template.
-        pairs: whether records are preference pairs.
+        kind: of the records: "documents", "pairs" or "rollouts".
         seq_len: tokens per pack; None: no truncation.
         num_shown: records to show.
         read_all: reads all records instead of a random sample: at most SAMPLE records and SAMPLE_TOKENS tokens.
@@ -153,7 +153,7 @@ def inspect_data(
     limit = None if read_all else SAMPLE_TOKENS // len(samples)
     tallies, findings = [], Findings()
     with (
-        Workers(Examiner(corpus, chat, pairs, seq_len, set(shown))) as workers,
+        Workers(Examiner(corpus, chat, kind, seq_len, set(shown))) as workers,
         tqdm(total=sum(map(len, samples)), unit=" records", leave=False, disable=None) as progress,
     ):
         template, of_probe = workers.template()

@@ -19,9 +19,10 @@ T = TypeVar("T")
 FORMS = ("messages", "conversations", "completion", "completions", "output", "text")
 """Keys by which a document is recognised: it has one of them."""
 KEYS = (
-    *FORMS, "prompt", "instruction", "input", "chosen", "rejected", "pairs", "system", "tools", "chat_template_kwargs"
+    *FORMS, "prompt", "instruction", "input", "chosen", "rejected", "pairs", "system", "tools", "chat_template_kwargs",
+    "prompt_ids", "completion_ids", "completion_mask", "advantage", "reward", "logprobs",
 )  # fmt: skip
-"""All keys of a record that the parsers of `formats` know."""
+"""All keys of a record that the parsers of `formats` and `rollout_format` know."""
 
 BLOCK_BYTES = 4 * 2**20
 MAX_RECORD_BYTES = 16 * 2**20  # a longer record is malformed and never read into memory

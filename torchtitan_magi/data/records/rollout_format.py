@@ -20,7 +20,7 @@ from typing import Any
 from torchtitan_magi.data.records.formats import parse_document
 from torchtitan_magi.wording import quoted
 
-_OF_ANSWER = ("completion", "completion_ids", "advantage", "reward", "logprobs", "completion_mask")
+OF_ANSWER = ("completion", "completion_ids", "advantage", "reward", "logprobs", "completion_mask")
 _BITS = {"0", "1"}
 _ABOVE = 1e-3  # a log-probability may be by rounding
 
@@ -34,14 +34,16 @@ def parse_rollouts(record: Any) -> dict[str, Any]:
     """
     if not isinstance(record, dict):
         raise ValueError(f'the line is {quoted(record)}; write an object with "prompt" and "completions"')
+    record = _without_null(record)  # of tables, which have all keys in each record
     answers = record.get("completions")
     if answers is None and not record.keys().isdisjoint(("completion", "completion_ids")):
-        answers = [{key: record[key] for key in _OF_ANSWER if key in record}]
+        answers = [{key: record[key] for key in OF_ANSWER if key in record}]
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
         raise ValueError(
             f'"completions" is {quoted(answers)}; write a list of objects with "completion" (or "completion_ids") and '
             '"advantage" (or "reward")'
         )
+    answers = [_without_null(answer) for answer in answers]
     names = [f"completions[{number}]" for number in range(len(answers))]
     kind = _kind_of(answers)
     numbers: dict[str, Any] = {
@@ -54,9 +56,13 @@ def parse_rollouts(record: Any) -> dict[str, Any]:
     return (_of_ids if "prompt_ids" in record else _of_text)(record, answers, names) | numbers
 
 
+def _without_null(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def _kind_of(answers: list[dict[str, Any]]) -> str:
     """ "advantage" or "reward": what all answers have."""
-    kinds = {tuple(key for key in ("advantage", "reward") if answer.get(key) is not None) for answer in answers}
+    kinds = {tuple(key for key in ("advantage", "reward") if key in answer) for answer in answers}
     if len(kinds) > 1 or (kind := kinds.pop()) not in (("advantage",), ("reward",)):
         raise ValueError('the answers do not all have one of "advantage" and "reward"; give each the same of the two')
     if kind == ("reward",) and len(answers) == 1:

@@ -14,19 +14,19 @@ _OF_A_KIND = 3  # lines
 _SAID_ELSEWHERE = {"refused", "template"}  # of every record, as it is tokenized
 
 
-def check_findings(corpus: Corpus, chat: ChatTokenizer, pairs: bool, folder: str, goes_on: bool) -> None:
+def check_findings(corpus: Corpus, chat: ChatTokenizer, kind: str, folder: str, goes_on: bool) -> None:
     """Logs what looks wrong in a few records and in the template of ``folder``.
 
     Args:
         corpus: of parsed records.
-        pairs: whether they are preference pairs.
+        kind: of these: "documents", "pairs" or "rollouts".
         goes_on: whether what is surely wrong is logged as well.
 
     Raises:
         ValueError: one line: something is surely wrong, or a file has changed since it was opened.
     """
     try:
-        warnings, number = first_look(corpus, chat, pairs, without_template(folder, chat.tokenizer))
+        warnings, number = first_look(corpus, chat, kind, without_template(folder, chat.tokenizer))
     except Died as end:
         logger.warning(
             f"The first look at {quoted_path(corpus.paths)} ended early: its process {describe_exit(end.exitcode)}"

@@ -184,7 +184,7 @@ def build_dataloader(
             "packs_per_step": packs_per_batch * batches_per_step,
         }
         dataset: PackedDataset
-        if pairs := section.dataset == DPO_DATASET:
+        if section.dataset == DPO_DATASET:
             dataset = PackedPairDataset(path, chat.pair, *shard, shared_prompt=magi.dpo.shared_prompt, **options)
         elif section.dataset == ROLLOUTS_DATASET:
             rollouts = magi.rollouts
@@ -196,8 +196,10 @@ def build_dataloader(
         rank, size = rank_and_size()
         if magi.bad_records == "error":  # in all records, each rank in its share
             dataset.check(rank, size)
-        if training and rank == 0 and section.dataset != ROLLOUTS_DATASET:
-            check_findings(dataset.records, chat, pairs, job_config.model.hf_assets_path, magi.findings == "warn")
+        if training and rank == 0:
+            check_findings(
+                dataset.records, chat, dataset.kind, job_config.model.hf_assets_path, magi.findings == "warn"
+            )
         return dataset
 
     dataset = agreed(path, make, lambda dataset: dataset.records.fingerprint)
