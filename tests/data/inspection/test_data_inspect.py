@@ -590,9 +590,8 @@ def test_answers_in_pairs_are_shown_with_what_each_is_preferred_to(inspect):
     assert text.count(said) == 2  # of the record and of its source
     assert [line for line in warnings_of(inspection) if "mood" in line]
     assert not [line for line in warnings_of(inspection) if "completions" in line]
-    inspection = inspect(
-        [{"prompt": "the hat", "completions": ["a", "b"], "pairs": [[1, 0]]}], kind="pairs", num_shown=1
-    )
+    record = {"prompt": "the hat", "completions": ["a", "b"], "pairs": [[1, 0]]}
+    inspection = inspect([record], kind="pairs", num_shown=1)
     assert [name for name, _ in inspection.shown[0][1].cells] == ["prompt", "rejected", "chosen"]
     assert "in place of" not in report(inspection, Painter(has_color=False))
     assert not [line for line in warnings_of(inspection) if "not used" in line]

@@ -181,11 +181,11 @@ def test_of_much_data_a_few_records_of_some_sources_are_looked_at(tmp_path):
     for name in names:
         with open(name, "w") as file:
             file.writelines(json.dumps({"text": "the cat " * 2000}) + "\n" for _ in range(100))
-    drawn = judgement._drawn(Corpus(", ".join(names), parse_document))
+    drawn = judgement._drawn(Corpus(", ".join(names), PARSERS["documents"]))
     assert len({index // 100 for index in drawn}) == judgement.BLOCKS
     characters = sum(len(record["text"]) for record in drawn.values())
     assert judgement.CHARACTERS // 2 < characters <= judgement.CHARACTERS + judgement.BLOCKS * 16_000
-    assert len(judgement._drawn(Corpus(_many(tmp_path), parse_document))) == judgement.RECORDS
+    assert len(judgement._drawn(Corpus(_many(tmp_path), PARSERS["documents"]))) == judgement.RECORDS
 
 
 def _many(folder):

@@ -81,7 +81,8 @@ def _check_section(job_config: Any, name: str, titans: Iterable[str]) -> None:
     if job_config.magi.share_prefixes and section.dataset != SFT_DATASET:
         raise ValueError(
             f"magi.share_prefixes is true and {name}.dataset {quoted(section.dataset)}; it is for the documents of "
-            f"dataset {SFT_DATASET!r}: use that, or false (pairs and rollouts share their prompts without it)"
+            f"dataset {SFT_DATASET!r}: use that, or false (pairs share prompts by "
+            "magi.dpo.shared_prompt, rollouts always)"
         )
 
 
