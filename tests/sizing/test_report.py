@@ -383,7 +383,7 @@ def test_several_answers_are_a_tree(tmp_path, pairs):
     record = {"prompt": words(prompt), "completions": [*map(words, answers)], "pairs": pairs}
     pair = dict(zip(("prompt", "chosen", "rejected"), map(words, lengths[0]), strict=True))
     write_jsonl(tmp_path / "pairs.jsonl", [record, pair])
-    (pack,) = sample_packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 1, tokenizer=tmp_path, pairs=True)
+    (pack,) = sample_packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 1, tokenizer=tmp_path, dataset="dpo")
     case = case_of(pack, 4, total=1024)
     assert case.kind == "tree"
     trees = [
@@ -403,7 +403,7 @@ def _trees(pack):
 
 def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, size):
     lengths = write_pairs(tmp_path)
-    (pack,) = sample_packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 2, tokenizer=tmp_path, pairs=True)
+    (pack,) = sample_packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 2, tokenizer=tmp_path, dataset="dpo")
     assert pack.shape == (3, 3)
     differences = np.array(sorted(pack.tolist())) - np.array(sorted(lengths))  # tokens of the plain template
     assert (differences == differences[0]).all()

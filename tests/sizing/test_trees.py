@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from support.jsonl import write_jsonl
 from support.published import llama
 from support.runs import corpus
 from support.trees import answers_files, trees_file
@@ -122,3 +123,16 @@ def test_what_cannot_be_counted_is_said_or_refused(size, capsys):
         size("pairs.jsonl", dataset="dpo")
     refused = "magi.share_prefixes is true and training.dataset 'dpo'; it is for 'sft': use that, or false"
     assert refused in capsys.readouterr().err
+
+
+def test_rollouts_are_sized_as_trees_and_without_a_file_by_the_histogram(size, tmp_path):
+    answers = [{"completion_ids": [7] * 100, "reward": number} for number in range(4)]
+    records = [{"prompt_ids": [number + 1] * 400, "completions": answers} for number in range(6)]
+    write_jsonl(path := tmp_path / "rollouts.jsonl", records)
+    (pack, *_) = make_packs(str(path), 800, 1, tokenizer=corpus() / "tokenizer", dataset="rollouts")
+    tokens, parents = tokens_and_parents(pack)
+    assert (tokens.tolist(), parents.tolist()) == ([399, *[100] * 4], [-1, 0, 0, 0, 0])
+    said, figures = size(path, shared="false", dataset="rollouts")
+    assert figures["packs"][0]["tokens"] <= SEQ_LEN
+    assert "is not there yet" not in said
+    assert "what open_trainer will be given is not there yet" in size("", shared="false", dataset="rollouts")[0]

@@ -106,11 +106,11 @@ def _print(lines: list[str]) -> None:
 
 
 def _packs(options: argparse.Namespace, run: RunFile | None) -> Sample:
-    total, pairs, shares = count_of_tokens(options.total), options.dataset == "dpo", options.share_prefixes
+    total, shares = count_of_tokens(options.total), options.share_prefixes
     if run is not None and options.source in DISTRIBUTIONS:  # the data are not there
         documents = sample(options.source, total, options.packs, options.seed)
-        return pairs_of(documents) if pairs else documents
-    return sample(options.source, total, options.packs, options.seed, options.tokenizer, pairs, shares)
+        return pairs_of(documents) if options.dataset == "dpo" else documents
+    return sample(options.source, total, options.packs, options.seed, options.tokenizer, options.dataset, shares)
 
 
 def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespace) -> Answer:
@@ -250,9 +250,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="DIR", help="for records: folder of the model's tokenizer.json and chat template")
     add(
         "--dataset",
-        choices=("sft", "dpo"),
+        choices=("sft", "dpo", "rollouts"),
         default="sft",
-        help="for records: sft, or dpo for preference pairs that share their prompt (default: %(default)s)",
+        help="for records: sft; dpo for preference pairs, rollouts for sampled answers (default: %(default)s)",
     )
     add(
         "--share-prefixes",

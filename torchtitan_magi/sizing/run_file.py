@@ -75,8 +75,8 @@ def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
         multiple = f"a multiple of {2 * cp_size * tp_size}, twice context_parallel_degree times tensor_parallel_degree"
         raise ValueError(f"training.seq_len is {total}; use {multiple}")
     dataset = run.read("training.dataset", str)
-    if dataset not in ("sft", "dpo"):
-        raise ValueError(f"training.dataset is {quoted(dataset)}; sizing reads 'sft' and 'dpo'")
+    if dataset not in ("sft", "dpo", "rollouts"):
+        raise ValueError(f"training.dataset is {quoted(dataset)}; sizing reads 'sft', 'dpo' and 'rollouts'")
     shares = run.read("magi.share_prefixes", False)
     if shares and dataset != "sft":
         raise ValueError(
@@ -84,11 +84,18 @@ def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
         )
     folder, cost = run.read("model.hf_assets_path", str), run.read("magi.cost_model", "")
     return {
-        "source": run.read("training.dataset_path", str), "dataset": dataset, "tokenizer": folder,
+        "source": path_of(run), "dataset": dataset, "tokenizer": folder,
         "share_prefixes": shares,
         "total": str(total), "cp": [cp_size], "cost": Path(cost) if cost else None,
         **(_heads(run, tp_size) if with_heads else {}),
     }  # fmt: skip
+
+
+def path_of(run: RunFile) -> str:
+    """training.dataset_path, which is "" for rollouts that a program gives step by step."""
+    given_by_step = run.read("training.dataset", str) == "rollouts"
+    path: str = run.read("training.dataset_path", "" if given_by_step else str)
+    return path
 
 
 def model_of(run: RunFile) -> ModelConfig:
@@ -128,7 +135,9 @@ def notes_on(run: RunFile) -> Iterator[str]:
 
 def missing_data(run: RunFile) -> str | None:
     """What is not there of a run's data and its tokenizer; None where they can be read."""
-    path, folder = run.read("training.dataset_path", str), run.read("model.hf_assets_path", str)
+    path, folder = path_of(run), run.read("model.hf_assets_path", str)
+    if not path:
+        return "what open_trainer will be given"
     is_one = "://" not in path and not any(mark in path for mark in ",*=[")
     tokenizer = os.path.join(folder, "tokenizer.json")
     return next((each for each in (path, tokenizer) if not os.path.exists(each) and (each != path or is_one)), None)

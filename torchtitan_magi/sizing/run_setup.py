@@ -174,6 +174,14 @@ class Setup:
         return min(most, behind)
 
 
+def _has_reference(read: Read) -> bool:
+    """Whether a second model is in memory, the reference of the loss."""
+    dataset = read("training.dataset", str)
+    if dataset == "rollouts":
+        return bool(read("magi.rollouts.beta", 0.0) > 0)
+    return bool(dataset == "dpo" and read("magi.dpo.reference", "model") == "model")
+
+
 def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
     """The facts of a run that its options say; the others are as in ``Setup``."""
     mode = read("activation_checkpoint.mode", ("selective", "full", "memory_budget", "none"))
@@ -212,7 +220,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         at_once=batch // packs,
         lora_rank=rank,
         lora_targets=tuple(read("magi.lora.target_modules", [*LORA_TARGETS])) if rank else (),
-        reference=read("training.dataset", str) == "dpo" and read("magi.dpo.reference", "model") == "model",
+        reference=_has_reference(read),
         offload=read("training.enable_cpu_offload", False),
         overlap_stages=read("magi.overlap_stages", -1),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, pack_best_fit
+from torchtitan_magi.data import PackedPairDataset, PackedRolloutDataset, PackedSFTDataset, pack_best_fit
 from torchtitan_magi.data.datasets.packed_dataset import IGNORE_INDEX, PackedDataset
 from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
@@ -65,7 +65,7 @@ def sample(
     count: int,
     seed: int = 0,
     tokenizer: str | Path | None = None,
-    pairs: bool = False,
+    dataset: str = "sft",
     share_prefixes: bool = False,
 ) -> Sample:
     """Document lengths of each of up to ``count`` packs of at most ``total`` tokens.
@@ -75,12 +75,13 @@ def sample(
             between white space or commas), packed as training packs them; with one, or where the name says so, a data
             set as training takes it, packed by training's own code.
         tokenizer: a data set's: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
-        pairs: the data set has preference pairs, for DPO with shared prompts.
+        dataset: "sft"; "dpo": the data set has preference pairs, which share their prompt; "rollouts": sampled answers.
         share_prefixes: records of the data set that begin with the same tokens are packed as trees.
 
     Raises:
         ValueError: a number out of range, an unknown name, a file that cannot be read or holds no lengths, a data set
-            without a tokenizer, pairs or common beginnings of no data set, common beginnings of pairs.
+            without a tokenizer, another kind than "sft" or common beginnings of no data set, ``share_prefixes`` with
+            another kind.
     """
     if not 1 <= total < 2**31:
         raise ValueError(f"total is {total} tokens; give 1 to 2,147,483,647")
@@ -89,12 +90,13 @@ def sample(
     path = Path(source)
     exists = os.path.exists(path)  # False also for what is too long for a path: several sources
     is_file_of_lengths = exists and tokenizer is None and path.suffix not in RECORDS and not path.is_dir()
-    if pairs and (source in DISTRIBUTIONS or is_file_of_lengths):
-        raise ValueError(f"{shown(source)} has no preference pairs; give a .jsonl data set of them, or --dataset sft")
+    if dataset != "sft" and (source in DISTRIBUTIONS or is_file_of_lengths):
+        what = {"dpo": "preference pairs", "rollouts": "rollouts"}[dataset]
+        raise ValueError(f"{shown(source)} has no {what}; give a .jsonl data set of them, or --dataset sft")
     if share_prefixes and (source in DISTRIBUTIONS or is_file_of_lengths):
         raise ValueError(f"{shown(source)} has no tokens to share; give a data set of records, or no --share-prefixes")
-    if share_prefixes and pairs:
-        raise ValueError("--share-prefixes is for --dataset sft; leave it out, as pairs share their prompt without it")
+    if share_prefixes and dataset != "sft":
+        raise ValueError("--share-prefixes is for --dataset sft; leave it out, as others share their prompt without it")
     if source in DISTRIBUTIONS:
         count = 1 if source == "dense" else count  # they would all be the same
         return Sample([draw_pack(source, total, seed + number) for number in range(count)])
@@ -108,7 +110,7 @@ def sample(
         )
     if tokenizer is None:
         raise ValueError(f"{shown(source)} is a data set; give --tokenizer, the directory that holds tokenizer.json")
-    return read_data_set(source, Path(tokenizer), total, count, seed, pairs, share_prefixes)
+    return read_data_set(source, Path(tokenizer), total, count, seed, dataset, share_prefixes)
 
 
 def pairs_of(documents: Sample) -> Sample:
@@ -204,20 +206,22 @@ def pack_lengths(lengths: Int64Array, total: int, count: int, seed: int) -> list
 
 
 def read_data_set(
-    paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool, share_prefixes: bool = False
+    paths: str, tokenizer: Path, total: int, count: int, seed: int, kind: str, share_prefixes: bool = False
 ) -> Sample:
     """Packs as training makes them of records, whose tokens are kept. Raises ValueError for bad records and assets."""
     chat = load_chat_tokenizer(tokenizer)
     options: dict[str, Any] = {"seed": seed, "epochs": 1, "check": False, "token_cache": default_folder()}
-    if pairs:
+    if kind == "dpo":
         dataset: PackedDataset = PackedPairDataset(paths, chat.pair, total, **options)
+    elif kind == "rollouts":
+        dataset = PackedRolloutDataset(paths, chat, total, on_policy=True, **options)
     else:
         dataset = PackedSFTDataset(paths, chat, total, share_prefixes=share_prefixes, **options)
     items = list(itertools.islice(dataset, count))
     learned = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
-    if pairs:
+    if kind == "dpo":
         packs = _packs_of_pairs([inputs for inputs, _ in items])
-    elif share_prefixes:
+    elif share_prefixes or kind == "rollouts":
         packs = [pack_of_trees(inputs["documents"]) for inputs, _ in items]
     else:
         packs = [np.diff(inputs["documents"])[:, 0].astype(np.int64) for inputs, _ in items]
