@@ -63,6 +63,37 @@ def test_given_steps_are_those_of_a_file(degrees, tmp_path):
     assert names == {name: list(tensor.shape) for name, tensor in tensors_of(folder).items()}
 
 
+LED = """
+import json, sys
+from torchtitan_magi import open_trainer
+
+records = [json.loads(line) for line in open(sys.argv[1])]
+with open_trainer(sys.argv[2:]) as trainer:
+    for _ in range(3):
+        loss = trainer.train_step(records)["loss_metrics/global_avg_loss"]
+        print("LOSS", trainer.step, loss, flush=True)
+"""
+
+
+def test_a_led_run_goes_on(tmp_path):
+    folder, path = make_hf_folder("llama", initializer_range=0.1), rollouts_file()
+    options = ["--job.config_file", DEBUG_TOML, *hf_arguments(folder), *ARGUMENTS, "--training.dataset", "rollouts"]
+    options += ["--training.dataset_path=", "--training.seq_len", "1024", "--training.local_batch_size", "1"]
+    options += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.interval", "3"]
+    options += ["--parallelism.context_parallel_degree", "1", "--training.global_batch_size", "1"]
+    options += ["--training.steps", "6"]
+    (program := tmp_path / "program.py").write_text(LED)
+
+    def losses(dump):
+        printed = run_script(1, program, path, *options, "--job.dump_folder", dump).output
+        return re.findall(r"^LOSS (\d) (\S+)", printed, re.M)
+
+    first, rest = losses(tmp_path / "run"), losses(tmp_path / "run")
+    assert [step for step, _ in first + rest] == [*"123456"]
+    whole = run_script(1, program, path, *options, "--job.dump_folder", tmp_path / "whole").output
+    assert re.findall(r"^LOSS (\d) (\S+)", whole, re.M) == first
+
+
 def test_a_run_with_a_file_is_not_led(tmp_path):
     folder = make_hf_folder("llama")
     arguments = ["--job.config_file", DEBUG_TOML, *hf_arguments(folder), "--job.dump_folder", new_folder()]
