@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -71,8 +72,7 @@ from torchtitan_magi.training.objectives.reference_file import read_logprobs, wr
 
 from support.masks import dense_mask  # isort: skip
 
-SEQ_LEN = 64
-prefix_trees.SHORTEST = 8  # of beginnings that are shared
+SEQ_LEN, SHORTEST = 64, 8  # tokens of a pack, and of a beginning that is shared
 
 
 def words(text: str) -> tuple[bytes, ...]:
@@ -188,8 +188,9 @@ def read_packs(kind: type[PackedDataset], path: Path, tokenize: Any, **options: 
     """Half of the inputs are read with malformed records left out."""
     bad_records = "skip" if path.stat().st_size % 2 else "error"
     dataset = kind(path, tokenize, SEQ_LEN, epochs=1, bad_records=bad_records, **options)
-    for inputs, labels in dataset:
-        assert inputs["input"].shape == labels.shape == (SEQ_LEN,)
+    with mock.patch.object(prefix_trees, "SHORTEST", SHORTEST):
+        for inputs, labels in dataset:
+            assert inputs["input"].shape == labels.shape == (SEQ_LEN,)
     counts = dataset.counts
     left_out = counts.unlabeled + counts.skipped + counts.equal + counts.long_prompts
     assert counts.documents + counts.extra_pieces == counts.pieces + left_out
