@@ -36,8 +36,9 @@ class Sampler:
             own[name].copy_(tensor)
 
     @torch.no_grad()
-    def rollouts(self) -> list[dict[str, Any]]:
-        """A record for each question, see docs/how-to/rollouts.md."""
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """A record for each question, see docs/how-to/rollouts.md; a run that goes on samples as it would have."""
+        torch.manual_seed(step)
         return [self.answered(question) for question in QUESTIONS]
 
     def answered(self, question: str) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def main() -> None:
                 trainer.train_step(None)
                 continue
             sampler.load(weights)
-            rollouts = sampler.rollouts()
+            rollouts = sampler.rollouts(trainer.step)
             rewards = [answer["reward"] for record in rollouts for answer in record["completions"]]
             metrics = trainer.train_step(rollouts)
             print(

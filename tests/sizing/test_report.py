@@ -599,7 +599,7 @@ NO_LIST = "[compile]\nenable = true\ncomponents = 'model'\n[training]"
         ("seq_len = 64", "seq_len = 72", "", "seq_len is 72; use a multiple of 16, twice context_parallel_degree"),
         ("seq_len = 64", "", "", "run.toml has no training.seq_len; set it"),
         ("seq_len = 64", 'seq_len = "64"', "", "run.toml has a wrong training.seq_len"),
-        ('"sft"', '"c4"', "", "training.dataset is 'c4'; sizing reads 'sft' and 'dpo'"),
+        ('"sft"', '"c4"', "", "training.dataset is 'c4'; sizing reads 'sft', 'dpo' and 'rollouts'"),
         ("degree = 4", "degree = 0", "", "parallelism.context_parallel_degree is 0; use at least 1"),
         ("degree = 2", "degree = 0", "", "parallelism.tensor_parallel_degree is 0; use at least 1"),
         (
