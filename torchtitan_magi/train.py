@@ -51,7 +51,10 @@ def open_trainer(arguments: Sequence[str]) -> "Iterator[RolloutTrainer]":
     Raises:
         ValueError: one line that names the value and the remedy.
     """
+    import torch.distributed as dist
+
     from torchtitan_magi.titan import adapter
+    from torchtitan_magi.training.process.last_line import LAST_LINE
     from torchtitan_magi.training.rollout_trainer import RolloutTrainer
 
     trainer = importlib.import_module(f"{adapter.__name__}.trainer").build(list(arguments))
@@ -60,6 +63,8 @@ def open_trainer(arguments: Sequence[str]) -> "Iterator[RolloutTrainer]":
             yield RolloutTrainer(trainer, train_on)
     finally:
         trainer.close()
+    dist.destroy_process_group()
+    LAST_LINE.tell()
 
 
 @recorded  # so that torchrun says last what went wrong, whatever it is

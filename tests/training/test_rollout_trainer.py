@@ -8,7 +8,7 @@ from support.degrees import degree_arguments
 from support.hf_loop import ARGUMENTS
 from support.hf_models import hf_arguments, make_hf_folder, tensors_of
 from support.rollouts import rollouts_file
-from support.runs import DEBUG_TOML, new_folder, run_script, train
+from support.runs import DEBUG_TOML, TrainingError, new_folder, run_script, train
 
 PROGRAM = """
 import json, sys
@@ -50,7 +50,7 @@ def test_given_steps_are_those_of_a_file(degrees, tmp_path):
     processes = 2 if "dp" in degrees else 4
     (program := tmp_path / "program.py").write_text(PROGRAM)
     given = ["--job.config_file", DEBUG_TOML, "--job.dump_folder", new_folder(), "--training.dataset_path="]
-    printed = run_script(processes, program, path, *given, *options).output
+    printed = run_script(processes, program, path, *given, *options, "--training.global_batch_size=-1").output
     from_file = train(
         processes, [*options, "--training.dataset_path", str(path)], layers=None, entry="torchtitan_magi.train"
     )
@@ -80,7 +80,7 @@ def test_a_led_run_goes_on(tmp_path):
     options = ["--job.config_file", DEBUG_TOML, *hf_arguments(folder), *ARGUMENTS, "--training.dataset", "rollouts"]
     options += ["--training.dataset_path=", "--training.seq_len", "1024", "--training.local_batch_size", "1"]
     options += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.interval", "3"]
-    options += ["--parallelism.context_parallel_degree", "1", "--training.global_batch_size", "1"]
+    options += ["--parallelism.context_parallel_degree", "1", "--training.global_batch_size=-1"]
     options += ["--training.steps", "6"]
     (program := tmp_path / "program.py").write_text(LED)
 
@@ -90,15 +90,25 @@ def test_a_led_run_goes_on(tmp_path):
 
     first, rest = losses(tmp_path / "run"), losses(tmp_path / "run")
     assert [step for step, _ in first + rest] == [*"123456"]
+    assert int((tmp_path / "run" / "checkpoint" / "trained_length").read_text()) > 200  # for config.json of an export
     whole = run_script(1, program, path, *options, "--job.dump_folder", tmp_path / "whole").output
     assert re.findall(r"^LOSS (\d) (\S+)", whole, re.M) == first
 
 
-def test_a_run_with_a_file_is_not_led(tmp_path):
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [
+        ("--training.dataset_path=ROLLOUTS", "but the rollouts of each step are given; leave it out"),
+        ("--training.global_batch_size=4", "training.global_batch_size is 4, but a program leads this run"),
+        ("--magi.epochs=2", "magi.epochs is 2, but a program leads this run and gives each step its rollouts"),
+    ],
+)
+def test_what_a_led_run_would_not_do_is_refused(option, what, tmp_path):
     folder = make_hf_folder("llama")
     arguments = ["--job.config_file", DEBUG_TOML, *hf_arguments(folder), "--job.dump_folder", new_folder()]
-    arguments += ["--training.dataset", "rollouts", "--training.dataset_path", rollouts_file(), "--training.seq_len"]
-    arguments += ["1024", "--parallelism.context_parallel_degree", "1", "--magi.random_weights"]
+    arguments += ["--training.dataset", "rollouts", "--training.dataset_path=", "--training.seq_len", "1024"]
+    arguments += ["--parallelism.context_parallel_degree", "1", "--magi.random_weights"]
+    arguments.append(option.replace("ROLLOUTS", str(rollouts_file())))
     (program := tmp_path / "program.py").write_text(PROGRAM)
-    with pytest.raises(Exception, match="but the rollouts of each step are given; leave it out"):
+    with pytest.raises(TrainingError, match=what):
         run_script(1, program, rollouts_file(), *arguments)

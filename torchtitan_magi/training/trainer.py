@@ -33,7 +33,7 @@ from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
-from torchtitan_magi.wording import quoted_path
+from torchtitan_magi.wording import quoted, quoted_path
 
 TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
 
@@ -123,11 +123,15 @@ class ObjectiveTrainer:
         Args:
             model: None with a ``pipeline``.
         """
-        dims = self.parallel_dims
-        if self.job_config.magi.share_prefixes and self.moves_expert_bias():
+        dims, job = self.parallel_dims, self.job_config
+        shares, samples = job.magi.share_prefixes, job.training.dataset == ROLLOUTS_DATASET
+        if (shares or samples) and self.moves_expert_bias():
+            what = (
+                "magi.share_prefixes is true" if shares else "training.dataset is 'rollouts', which share their prompts"
+            )
             raise ValueError(
-                "magi.share_prefixes is true, but this model balances its experts by the tokens that each gets "
-                "(expert_bias), of which it would count shared ones once; set it to false, or use a model without that"
+                f"{what}, but this model balances its experts by the tokens that each gets (expert_bias), of which it "
+                f"would count shared ones once; {'set it to false, or ' * shares}use a model without that"
             )
         # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
         self.gradient_factor = dims.dp_replicate if self.is_replicated_by_ddp() else 1
@@ -208,15 +212,27 @@ class ObjectiveTrainer:
                 f"training.dataset_path is {quoted_path(self.job_config.training.dataset_path)}, but the rollouts of "
                 'each step are given; leave it out, and set training.dataset to "rollouts"'
             )
+        job = self.job_config
+        without_effect = {
+            "training.global_batch_size": (job.training.global_batch_size, -1),
+            "magi.epochs": (job.magi.epochs, -1),
+            "validation.enable": (job.validation.enable, False),
+        }
+        for option, (value, default) in without_effect.items():
+            if value != default:
+                raise ValueError(
+                    f"{option} is {quoted(value)}, but a program leads this run and gives each step its rollouts; "
+                    f"set it to {quoted(default)}"
+                )
         self.metrics_processor.every_step = True
-        checkpoint, num_steps = self.job_config.checkpoint, self.job_config.training.steps
+        num_steps = job.training.steps
 
         def train_on(rollouts: Sequence[Any]) -> dict[str, float]:
             if self.step >= num_steps:
                 raise ValueError(f"training.steps is {num_steps}, and all of them are done; set it to more")
             started = time.perf_counter()
             batches = given.batches(rollouts, self.step, self.num_pipeline_parallel_microbatches)
-            planned = [(self.dataloader.plan(*batch), batch[1]) for batch in batches]
+            planned = [self.dataloader.planned(*batch) for batch in batches]
             self.gradient_accumulation_steps = len(planned) // self.num_pipeline_parallel_microbatches
             self.metrics_processor.ntokens_since_last_log += sum(labels.numel() for _, labels in planned)
             self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
@@ -227,7 +243,7 @@ class ObjectiveTrainer:
             return self.metrics_processor.last
 
         with self._running():
-            self.checkpointer.load(step=checkpoint.load_step)
+            self.checkpointer.load(step=job.checkpoint.load_step)
             self._begin()
             yield train_on
 

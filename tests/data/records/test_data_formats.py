@@ -287,6 +287,8 @@ def test_every_form_of_an_answer():
         (["a", {"completion": "b", "weight": -1}], "completions[1].weight is -1; use a number of at least 0"),
         (["a", {"completion": "b", "weight": True}], "completions[1].weight is True; use a number"),
         ([[USER]], "completions[0] has no assistant message; add one"),
+        (["a", {"completion": "b", "score": 1}], 'completions[1] has "score", by which no answer is learned here; use'),
+        ([{"completion": "b", "reward": 1}], 'completions[0] has "reward", by which no answer is learned here; use it'),
         ([{"content": "b"}], 'has no "role"'),
     ],
 )

@@ -71,6 +71,10 @@ REWARDED = {"completion": "a", "reward": 1}
             {"prompt_ids": [1], "completions": [IDS, IDS | {"completion_mask": [1]}]},
             r"completion_mask is \[1\]; write 0 or 1 for each of 2 tokens",
         ),
+        (
+            {"prompt_ids": [1], "completions": [IDS, IDS | {"completion_mask": ["1", "0"]}]},
+            "write 0 or 1 for each of 2 tokens",
+        ),
         ({"completions": [ANSWER]}, 'no "prompt"'),
     ],
 )

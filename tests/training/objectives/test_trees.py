@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from support.parity import difference, trained_anew
+from support.rollouts import rollouts_file
 from support.runs import IS_0_3, TrainingError, corpus, train
 from support.trees import answers_files, trees_file
 
@@ -99,4 +100,9 @@ def test_experts_that_are_balanced_by_what_they_get_are_refused():
     options = ["--model.name", model[0], "--model.flavor", model[1]]
     options += ["--training.dataset_path", str(trees_file()), "--magi.share_prefixes"]
     with pytest.raises(TrainingError, match="share_prefixes is true, but this model balances its experts"):
+        train(1, options, layers=None, entry="torchtitan_magi.train")
+    options[-2:] = [str(rollouts_file()), "--training.dataset", "rollouts"]
+    with pytest.raises(
+        TrainingError, match="'rollouts', which share their prompts, but this model balances its experts"
+    ):
         train(1, options, layers=None, entry="torchtitan_magi.train")

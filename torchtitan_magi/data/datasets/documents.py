@@ -68,9 +68,9 @@ class DocumentColumns(NamedTuple):
     positions: np.ndarray
     branches: np.ndarray
 
-    def labels(self, learned: np.ndarray | None = None) -> np.ndarray:
-        """int32 [t]: the tokens to predict. learned: bool [t], where; None: as its documents say."""
-        return np.where(self.learned if learned is None else learned, self.following, np.int32(IGNORE_INDEX))
+    def labels(self, learned: np.ndarray) -> np.ndarray:
+        """int32 [t]: the tokens to predict. learned: bool [t], where."""
+        return np.where(learned, self.following, np.int32(IGNORE_INDEX))
 
 
 def lay_out_documents(pack: Pack) -> DocumentColumns:

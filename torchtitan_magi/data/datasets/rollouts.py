@@ -75,9 +75,8 @@ class PackedRolloutDataset(PackedDataset):
     def _know_their_policy(self, block: TokenBlock, indices: np.ndarray) -> bool:
         if not len(block.logprobs):
             return not len(indices)
-        first, last = block.begins(indices), block.begins(indices + 1)
-        of, begin, _ = block.learned_in(first, last)
-        return not np.isnan(block.logprobs[begin[np.unique(of, return_index=True)[1]]]).any()
+        first = block.first_learned(block.begins(indices))  # all answers of a record have log-probabilities, or none
+        return not np.isnan(block.logprobs[first[first < block.begins(indices + 1)]]).any()
 
     def lay_out(self, pack: Pack) -> Sample:
         """The item of a pack, each answer with positions from 0 at the beginning of its prompt."""
@@ -90,7 +89,9 @@ class PackedRolloutDataset(PackedDataset):
             advantages[number] = self._advantage(block, int(index), first)
             if not self.on_policy:
                 behaviour[start:end] = block.logprobs[first + shared + 1 : first + 1 + int(pack.length[number])]
-        item, labels = self.item([(columns.inputs, columns.positions, columns.labels())], columns.branches)
+        item, labels = self.item(
+            [(columns.inputs, columns.positions, columns.labels(columns.learned))], columns.branches
+        )
         item |= {"records": pack.record, "advantages": advantages, "behaviour": torch.from_numpy(behaviour)}
         return item, labels
 

@@ -67,14 +67,14 @@ class PackedSFTDataset(PackedDataset):
     def lay_out(self, pack: Pack) -> Sample:
         """The item of a pack, each document with positions from 0."""
         columns = lay_out_documents(pack)
-        labels, more = columns.labels(), dict[str, Any]()
+        learned, more = columns.learned, dict[str, Any]()
         if self.options.share_prefixes:
             weights = np.zeros((2, self.seq_len))
             _add_weights(weights, columns.branches[:, 0], pack)
-            labels = columns.labels(weights[0, : len(columns.learned)] > 0)
+            learned = weights[0, : len(learned)] > 0
             more["label_weights"] = torch.from_numpy(weights)
         bounds = columns.branches[:, : 2 + self.options.share_prefixes]
-        item, labels = self.item([(columns.inputs, columns.positions, labels)], bounds)
+        item, labels = self.item([(columns.inputs, columns.positions, columns.labels(learned))], bounds)
         return item | more | {"records": pack.record}, labels
 
     def identity(self) -> dict[str, Any]:

@@ -48,6 +48,7 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} |
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _WEIGHT = ("weight", "loss", "train", "loss_mask")
+_JUDGED = {"score": "dpo", "advantage": "rollouts", "reward": "rollouts"}  # keys of answers, and the dataset for them
 _SEEN = ("images", "image", "videos", "video", "audios", "audio")  # beside messages: what they are about
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")  # of a template
 
@@ -186,6 +187,15 @@ def _answers(record: dict[str, Any]) -> tuple[list[Messages], list[dict[str, Any
 def _weighted_answers(record: dict[str, Any]) -> dict[str, Any]:
     """Prompt, completions and their weights."""
     answers, given = _answers(record)
+    for index, more in enumerate(given):
+        key = next((key for key in _JUDGED if more.get(key) is not None), None)
+        if key and more.get("weight") is None:
+            raise ValueError(
+                f'completions[{index}] has "{key}", by which no answer is learned here; use it with dataset '
+                f'"{_JUDGED[key]}", or give each answer a "weight"'
+            )
+    if record.get("pairs") is not None:
+        raise ValueError('the record has "pairs" of its completions; use it with dataset "dpo", or remove them')
     weights = [1 if more.get("weight") is None else more["weight"] for more in given]
     for index, weight in enumerate(weights):
         if not _is_finite(weight) or weight < 0:

@@ -21,7 +21,6 @@ from torchtitan_magi.data.records.formats import parse_document
 from torchtitan_magi.wording import quoted
 
 OF_ANSWER = ("completion", "completion_ids", "advantage", "reward", "logprobs", "completion_mask")
-_BITS = {"0", "1"}
 _ABOVE = 1e-3  # a log-probability may be by rounding
 
 
@@ -98,11 +97,13 @@ def _of_ids(record: dict[str, Any], answers: list[dict[str, Any]], names: list[s
     ids = [_ids(f"{name}.completion_ids", answer) for name, answer in zip(names, given, strict=True)]
     masks = [answer.get("completion_mask") for answer in answers]
     for name, those, mask in zip(names, ids, masks, strict=True):
-        if mask is not None and not (
-            isinstance(mask, list) and len(mask) == len(those) and set(map(str, mask)) <= _BITS
-        ):
+        if mask is not None and not (isinstance(mask, list) and len(mask) == len(those) and all(map(_is_bit, mask))):
             raise ValueError(f"{name}.completion_mask is {quoted(mask)}; write 0 or 1 for each of {len(those)} tokens")
     return {"prompt_ids": _ids('"prompt_ids"', record["prompt_ids"]), "completions": ids, "masks": masks}
+
+
+def _is_bit(value: Any) -> bool:
+    return type(value) is int and value in (0, 1)
 
 
 def _ids(name: str, ids: Any) -> list[int]:

@@ -214,14 +214,11 @@ class ChatTokenizer:
 
     def _render_rollouts(self, record: dict[str, Any]) -> "list[_Text]":
         """None of those that are token ids."""
-        if "prompt_ids" in record:
-            return []
-        prompt = record["prompt"]
-        return [self._render(record, prompt + answer, len(prompt)) for answer in record["completions"]]
+        return [] if "prompt_ids" in record else self._render_answers(record, "completions")
 
-    def _render_answers(self, record: dict[str, Any]) -> "list[_Text]":
+    def _render_answers(self, record: dict[str, Any], key: str = "answers") -> "list[_Text]":
         prompt = record["prompt"]
-        return [self._render(record, prompt + answer, len(prompt)) for answer in record["answers"]]
+        return [self._render(record, prompt + answer, len(prompt)) for answer in record[key]]
 
     def _render(self, record: dict[str, Any], messages: Messages, first: int = 0) -> "_Text":
         kwargs = record.get("chat_template_kwargs")

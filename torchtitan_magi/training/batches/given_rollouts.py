@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan_magi.data import Corpus, PackedRolloutDataset, collate_packs
 from torchtitan_magi.data.datasets.packed_dataset import Sample, padding_like
-from torchtitan_magi.training.batches.pack_loader import chat_of
+from torchtitan_magi.training.batches.pack_loader import chat_of, options_of_rollouts
 
 
 class GivenRollouts:
@@ -51,14 +51,12 @@ class GivenRollouts:
 
 def given_rollouts(section: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> GivenRollouts:
     """Rollouts of a program for one data-parallel rank; arguments as for `build_dataloader`."""
-    rollouts, seed = job_config.magi.rollouts, job_config.debug.seed or 0
-    chat = chat_of(tokenizer, job_config)
+    chat, seed = chat_of(tokenizer, job_config), job_config.debug.seed or 0
 
     def open_packs(records: Corpus, step: int) -> PackedRolloutDataset:
         return PackedRolloutDataset(
-            records, chat, section.seq_len, dp_rank, dp_world_size,
-            scale_rewards=rollouts.normalization != "dr_grpo", on_policy=rollouts.on_policy, epochs=1,
-            seed=seed + step, packs_per_step=section.local_batch_size * dp_world_size,
+            records, chat, section.seq_len, dp_rank, dp_world_size, **options_of_rollouts(job_config),
+            epochs=1, seed=seed + step, packs_per_step=section.local_batch_size * dp_world_size,
         )  # fmt: skip
 
     return GivenRollouts(open_packs, section.local_batch_size)

@@ -147,6 +147,12 @@ def chat_of(tokenizer: Any, job_config: Any) -> ChatTokenizer:
     return chat
 
 
+def options_of_rollouts(job_config: Any) -> dict[str, bool]:
+    """What the run's options say of a ``PackedRolloutDataset``."""
+    rollouts = job_config.magi.rollouts
+    return {"scale_rewards": rollouts.normalization != "dr_grpo", "on_policy": rollouts.on_policy}
+
+
 def build_dataloader(
     section: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, training: bool
 ) -> PackLoader:
@@ -187,9 +193,7 @@ def build_dataloader(
         if section.dataset == DPO_DATASET:
             dataset = PackedPairDataset(path, chat.pair, *shard, shared_prompt=magi.dpo.shared_prompt, **options)
         elif section.dataset == ROLLOUTS_DATASET:
-            rollouts = magi.rollouts
-            own = {"scale_rewards": rollouts.normalization != "dr_grpo", "on_policy": rollouts.on_policy}
-            dataset = PackedRolloutDataset(path, chat, *shard, **own, **options)
+            dataset = PackedRolloutDataset(path, chat, *shard, **options_of_rollouts(job_config), **options)
         else:
             own = {"long_documents": magi.long_documents, "share_prefixes": magi.share_prefixes}
             dataset = PackedSFTDataset(path, chat, *shard, **own, **options)

@@ -57,6 +57,12 @@ class PlannedLoader:
                 for untaken in ahead:
                     untaken.cancel()
 
+    def planned(self, inputs: dict[str, Any], labels: Tensor) -> Batch:
+        """A batch that did not come from the loader, with its plan."""
+        inputs = self.plan(inputs, labels)
+        self.longest = max(self.longest, _num_positions(inputs))
+        return inputs, labels
+
     def state_dict(self) -> dict[str, Any]:
         """The loader's, after the last batch given out."""
         return self.loader.state_dict() if self.state is None else self.state
@@ -76,8 +82,11 @@ class PlannedLoader:
         state = self.loader.state_dict()
         started = time.perf_counter()
         inputs = self.plan(inputs, labels)
-        num_positions = inputs[MICROBATCH].num_positions if MICROBATCH in inputs else 0
-        return (inputs, labels), state, time.perf_counter() - started, num_positions
+        return (inputs, labels), state, time.perf_counter() - started, _num_positions(inputs)
+
+
+def _num_positions(inputs: dict[str, Any]) -> int:
+    return inputs[MICROBATCH].num_positions if MICROBATCH in inputs else 0
 
 
 def with_plans(

@@ -58,11 +58,11 @@ class PolicyGradient(Objective):
         assert batch.labels is not None
         starts, ends, _ = batch.branches.T
         counts = num_labels(starts, ends, batch.labels.flatten().numpy())
-        weights, _ = token_weights(counts, self.options.normalization, self.options.max_length)
-        batch.weights = torch.from_numpy(spread(starts, ends, weights, batch.labels.numel(), 0)).view(
-            batch.labels.shape
+        weights, number = token_weights(counts, self.options.normalization, self.options.max_length)
+        batch.weights = torch.from_numpy(
+            spread(starts, ends, weights, batch.labels.numel(), 0).reshape(batch.labels.shape)
         )
-        return int(counts.sum() if self.options.normalization == "dapo" else (counts > 0).sum())
+        return number
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> RolloutBatch:
         batch: Microbatch = inputs[MICROBATCH]
