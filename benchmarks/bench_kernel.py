@@ -14,7 +14,6 @@ implementation's results are compared with ours.
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -381,10 +380,25 @@ def lists_table(found: dict[str, Any]) -> str:
     return table(["tokens", "documents", "ms"], lines)
 
 
+def causal_table(found: dict[str, Any]) -> str:
+    """Our kernel in TFLOP/s on the rows timed by turns with causal documents, and its share of theirs."""
+    lines = []
+    for row in found["rows"]:
+        if row["impl"] == "ours" and row["causal_fwd_tflops"]:
+            line = [row["case"], thousands(row["tokens"])]
+            for way in ("fwd", "bwd"):
+                mine, causal = row[f"{way}_tflops"], row[f"causal_{way}_tflops"]
+                line += [f"{mine:.0f}", f"{causal:.0f}", f"{mine / causal:.2f}"]
+            lines.append(line)
+    columns = ["mask", "tokens", "forward", "causal documents", "share", "backward", "causal documents", "share"]
+    return table(columns, lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {  # of the docs
     "kernel": part(kernel_table, "kernel_h200"),
     "kernel-sustained": part(sustained_table, "kernel_sustained_h200"),
     "kernel-variants": part(variants_table, "variants_h200"),
+    "kernel-trees": part(causal_table, "kernel_trees_h200"),
     "kernel-lists": lambda: lists_table(result("kernel_h200")),
 }
 
@@ -418,11 +432,7 @@ def main() -> None:
             save(found, arguments.output)  # after each: a run that is cut short leaves what it has
     as_table = variants_table if "variants" in arguments.groups else kernel_table
     print((sustained_table if arguments.sustained else as_table)(found))
-    for row in rows:
-        if row.impl == "ours" and row.causal_fwd_tflops:
-            forward, backward = row.fwd_tflops / row.causal_fwd_tflops, row.bwd_tflops / row.causal_bwd_tflops
-            print(f"{row.case:18s}{row.tokens:>8d}  {forward:.2f} / {backward:.2f} of causal documents, in turns")
-    assert all(math.isfinite(row.fwd_tflops) for row in rows)
+    print(causal_table(found))
 
 
 if __name__ == "__main__":

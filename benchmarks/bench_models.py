@@ -69,6 +69,23 @@ MUSE = {
     "model_type": "muse_glimmer",
     "text_config": MUSE_TEXT,
 }
+QWEN3_5_TEXT = {
+    "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "full_attention_interval": 4, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "attn_output_gate": True, "attention_bias": False, "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+    "max_position_embeddings": 262144,
+}  # fmt: skip
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": QWEN3_5_TEXT,
+}
 
 
 TOML = """
@@ -138,6 +155,7 @@ CASES = {
     "llama3 8B, DPO": Case("llama3", LLAMA, 4, 32768, dataset="dpo"),
     "qwen3 8B": Case("qwen3", QWEN, 4, 32768, "selective"),
     "qwen3 30B-A3B": Case("qwen3", QWEN_MOE, 4, 32768, "full"),
+    "qwen3_5 9B": Case("qwen3_5", QWEN3_5, 8, 32768, "selective"),
     "gpt_oss 20B": Case("gpt_oss", GPT_OSS, 4, 32768),
     "gpt_oss 20B, long": Case("gpt_oss", GPT_OSS, 4, 65536, "full"),
     "deepseek_v3 16B": Case("deepseek_v3", DEEPSEEK, 4, 32768),

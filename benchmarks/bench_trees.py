@@ -6,13 +6,14 @@
 
 The model has the layer shapes of Llama 3 8B, random weights and few layers. The texts are the sources of Python's
 standard library. Flat and shared runs read the same records in packs of the same length, with context parallelism over
-all GPUs; a row has the median seconds per step, the first ones not counted, and the records that a step takes on
-average, so that records per second compare the two. --count only counts tokens, on any machine. The docs have a table
-of trees_count.json, and one of each trees_h200*.json that is there.
+all GPUs, by turns; a row has the median milliseconds per step, the first ones not counted, and the records that a step
+takes on average, so that records per second compare the two. --count only counts tokens, on any machine. The docs have
+a table of trees_count.json, and one of each trees_h200*.json that is there.
 
 Data
   answers   prompts of 8k tokens, each with 8 answers of 1k
   system    conversations of 1k tokens behind one system message of 3k
+  distinct  conversations of 1k tokens that share nothing: what looking for common beginnings costs
 """
 
 import json
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import bench_models
@@ -64,10 +66,17 @@ def system(source: Iterator[str]) -> Iterator[dict[str, Any]]:
         yield {"messages": turns(common, words(source, 400), words(source, 600))}
 
 
-DATA = {"answers": answers, "system": system}
+def distinct(source: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """800 conversations."""
+    for _ in range(800):
+        yield {"messages": turns(words(source, 400), words(source, 600))}
+
+
+DATA = {"answers": answers, "system": system, "distinct": distinct}
 IN_WORDS = {
     "answers": "prompts of 8k, each with 8 answers of 1k",
     "system": "conversations of 1k behind a system message of 3k",
+    "distinct": "conversations of 1k that share nothing",
 }
 
 
@@ -104,14 +113,22 @@ def run(path: Path, shared: bool, gpus: int, layers: int, steps: int) -> dict[st
 
 
 def row_of(name: str, path: Path, shared: bool, arguments: Any) -> Row:
-    """Tokens and records of a step, and how long it takes unless they are only counted."""
+    """Tokens and records of a step."""
     counts = counted(path, shared, TOKENS * arguments.gpus)
     row = {"data": name, "shared": shared, "seq_len": TOKENS * arguments.gpus}
-    row |= {"tokens": counts.tokens, "packs": counts.packs, "records_per_step": counts.pieces / counts.packs}
-    if arguments.count:
-        return row
-    row |= {"gpus": arguments.gpus, "layers": arguments.layers}
-    return row | run(path, shared, arguments.gpus, arguments.layers, arguments.steps)
+    return row | {"tokens": counts.tokens, "packs": counts.packs, "records_per_step": counts.pieces / counts.packs}
+
+
+def timed(rows: list[Row], path: Path, arguments: Any) -> Iterator[Row]:
+    """The rows with how long a step takes: the median of runs by turns."""
+    turns = [[run(path, row["shared"], arguments.gpus, arguments.layers, arguments.steps) for row in rows]
+             for _ in range(arguments.turns)]  # fmt: skip
+    for row, runs in zip(rows, zip(*turns, strict=True), strict=True):
+        if errors := [found["error"] for found in runs if "error" in found]:
+            print(f"{row['data']} FAILED\n{errors[0]}", flush=True)
+            continue
+        row |= {"gpus": arguments.gpus, "layers": arguments.layers} | runs[0]
+        yield row | {"step_ms": median(of := [found["step_ms"] for found in runs]), "step_ms_of_turns": of}
 
 
 def both(found: dict[str, Any]) -> Iterator[tuple[str, int, Row, Row]]:
@@ -159,19 +176,16 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs, which share each pack")
     parser.add_argument("--layers", type=int, default=4, help="of the model")
     parser.add_argument("--steps", type=int, default=24, help="of each run")
+    parser.add_argument("--turns", type=int, default=1, help="runs of each, of which a row has the median")
     parser.add_argument("--count", action="store_true", help="count tokens only")
     arguments = parser.parse_args()
     found: dict[str, Any] = facts_of_run(arguments.commit) | {"rows": []}
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.data:
             write(name, path := Path(folder, f"{name}.jsonl"))
-            for shared in (False, True):
-                row = row_of(name, path, shared, arguments)
-                if "error" in row:
-                    print(f"{name} FAILED\n{row['error']}", flush=True)
-                    continue
-                found["rows"].append(row)
-                save(found, arguments.output)
+            rows = [row_of(name, path, shared, arguments) for shared in (False, True)]
+            found["rows"] += rows if arguments.count else timed(rows, path, arguments)
+            save(found, arguments.output)
     print((count_table if arguments.count else speed_table)(found))
 
 
