@@ -11,21 +11,23 @@ not counted, and the most memory: allocated by PyTorch and outside its allocator
 import itertools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench_train import documents
+from bench_train import CHARACTERS, documents
 from figures import part, recording_parser, save, table, thousands
 
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.models.published import SIZES
 from torchtitan_magi.sizing.gpus import GPUS
+from torchtitan_magi.sizing.keeping.kinds import Keeping, as_option
 from torchtitan_magi.sizing.memory import GIB
 from torchtitan_magi.sizing.predicted_run import Place, PredictedRun, predict_run
 from torchtitan_magi.sizing.run_file import RunFile, setup_of_file
@@ -131,6 +133,7 @@ class Case:
     dataset: str = "sft"
     rank: int = 0
     packs: int = 1
+    one_document: bool = False  # that fills each pack
 
     def write(self, folder: Path) -> RunFile:
         """Writes the run's file and the model's config.json."""
@@ -166,6 +169,8 @@ CASES = {
 def records(case: Case) -> list[dict[str, str]]:
     """The documents, or pairs of which half a document is the prompt and a quarter each answer."""
     texts = [row["text"] for row in documents(case.tokens)]
+    if case.one_document:
+        return [{"text": "".join(texts)[: case.tokens * CHARACTERS]}] * 8
     if case.dataset == "sft":
         return [{"text": text} for text in texts]
     cuts = [(len(text) // 2, 3 * len(text) // 4) for text in texts if len(text) > 40]
@@ -175,8 +180,8 @@ def records(case: Case) -> list[dict[str, str]]:
     ]
 
 
-def run(case: Case, steps: int) -> dict[str, Any]:
-    """What the run's process recorded; what was printed, if it failed."""
+def run(case: Case, steps: int, options: Sequence[str] = ()) -> dict[str, Any]:
+    """What the run's process recorded; what was printed, if it failed. options: further ones of the command line."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for path in (ROOT / "assets" / "demo" / "tokenizer").iterdir():
@@ -192,7 +197,7 @@ def run(case: Case, steps: int) -> dict[str, Any]:
             __file__,
             RECORD,
         ]
-        command += [name, "--job.config_file", f"{name}/bench.toml", "--training.steps", str(steps)]
+        command += [name, "--job.config_file", f"{name}/bench.toml", "--training.steps", str(steps), *options]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         try:
             done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
@@ -217,9 +222,12 @@ def record_run() -> None:
 
     times: list[float] = []
     peaks = {"peak_gib": 0.0, "outside_gib": 0.0}
+    memory: Any = None
     log = PlanMetrics.log
 
     def record_and_log(self, *arguments, **options):  # type: ignore[no-untyped-def]
+        nonlocal memory
+        memory = self.memory
         times.append(time.perf_counter())
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
@@ -229,20 +237,23 @@ def record_run() -> None:
 
     PlanMetrics.log = record_and_log  # type: ignore[method-assign]
     main()
-    seconds = [after - before for before, after in itertools.pairwise(times)][WARM_UP:]
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    seconds = seconds[min(WARM_UP, len(seconds) // 2) :]
     found = {"step_ms": 1e3 * statistics.median(seconds)} | peaks
+    found["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    found["kept"] = as_option(memory.setup.keepings)
     Path(folder, "record.json").write_text(json.dumps(found))
 
 
-def predicted(case: Case, device: str) -> PredictedRun:
+def predicted(case: Case, device: str, keeping: tuple[Keeping, ...] = ()) -> PredictedRun:
     """The run as `size` predicts it, on packs of the histogram. device: its full name, such as "NVIDIA H200"."""
     (gpu,) = (gpu for name, gpu in GPUS.items() if name in device)
-    packs = sample("histogram", case.tokens, 5)
+    packs = sample("dense" if case.one_document else "histogram", case.tokens, 1 if case.one_document else 5)
     if case.dataset == "dpo":
         packs = pairs_of(packs)
     place = Place(gpu, 1, tuple(packs.packs), packs.learned)
     with tempfile.TemporaryDirectory() as folder:
-        return predict_run(setup_of_file(case.write(Path(folder))), place)
+        return predict_run(replace(setup_of_file(case.write(Path(folder))), keeping=keeping), place)
 
 
 def models_table(*files: dict[str, Any]) -> str:

@@ -47,8 +47,8 @@ MAY_IMPORT = {
     "training.batches",
     "training.checkpoints": "files data models training.settings.options training.process",
     "training.settings": "files models planning training.process training.checkpoints",
-    "training": "models exchange sizing linear",
-    "titan": "tiles masks data losses models cuda planning exchange backends attention linear training",
+    "training": "files models exchange sizing linear",
+    "titan": "tiles masks data losses models cuda planning exchange backends attention linear sizing training",
     "calibrate": "commands tiles masks cuda planning exchange backends attention",
     "report": "sizing",
     "__main__": "",
@@ -261,7 +261,7 @@ def lines_of_code(path):
 def test_an_adapter_stays_small(adapter):
     """What is neutral stands once, in training/; a family of models is a short file."""
     folder = PACKAGE / "titan" / adapter
-    assert sum(map(lines_of_code, folder.glob("*.py"))) <= 1160
+    assert sum(map(lines_of_code, folder.glob("*.py"))) <= 1190
     assert all(lines_of_code(path) <= 100 for path in folder.glob("families/*.py"))
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -176,7 +177,8 @@ def lines_on_a_gpu():
     }
     with mock.patch.multiple(torch.cuda, **gpu), mock.patch.object(dist, "all_reduce"):
         log_prediction(SETUP)
-        measured = MeasuredMemory(log_prediction(replace(SETUP, checkpointing="full", cp=8)), "cpu")
+        setup = replace(SETUP, checkpointing="full", cp=8)
+        measured = MeasuredMemory(setup, log_prediction(setup), "cpu", Path())
         outside = [measured.look(step)["memory/outside_pytorch(GiB)"] for step in (1, 10, 20)]
     return lines, outside
 

@@ -7,9 +7,11 @@ save. A layer is of one kind or the other: softmax attention, or linear attentio
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.models.model_config import LinearAttention
 from torchtitan_magi.sizing.exchanged_rows import states_of_parts
+from torchtitan_magi.sizing.keeping.kinds import ALL, INPUTS, PRODUCTS, Keeping
 from torchtitan_magi.sizing.run_setup import FLOAT32, Setup
 
 CHUNK = 64  # tokens that kernels of linear attention compute at once
+AHEAD = 2  # layers whose offloaded tensors are on the GPU beside the one that is computed
 
 
 def kinds_of_layers(setup: Setup) -> dict[bool, int]:
@@ -135,41 +137,71 @@ def _selected_of_linear(setup: Setup) -> int:
     return linear.num_heads_qk * linear.head_dim + linear.channels + of_heads + setup.model.dim
 
 
-def _kept_and_whole(setup: Setup, is_linear: bool) -> tuple[int, int]:
-    """Bytes of a block of that kind that are kept for its backward if it is checkpointed, and otherwise."""
+def whole_block(setup: Setup, is_linear: bool) -> int:
+    """Bytes that a block of that kind saves for its backward if it computes nothing again."""
     mixer = linear_saved(setup) if is_linear else attention_saved(setup)
-    whole, least = setup.tokens * (mixer + ffn_saved(setup)), block_input(setup)
-    whole += states_of_parts(setup) if is_linear else 0
-    if setup.checkpointing == "selective" and not setup.every:
-        return min(whole, _selected(setup, is_linear)), whole
-    budget = {"none": 1.0, "memory_budget": setup.budget}.get(setup.checkpointing, 0.0)
-    return least + int(budget * (whole - least)), whole
+    return setup.tokens * (mixer + ffn_saved(setup)) + (states_of_parts(setup) if is_linear else 0)
 
 
-def _num_checkpointed(setup: Setup) -> int:
-    """How many blocks compute some of their activations again."""
-    layers = setup.model.num_layers
-    if setup.checkpointing == "selective" and setup.every:
-        return layers // setup.every
-    return 0 if setup.checkpointing == "none" else layers
+def _attention_out(setup: Setup, is_linear: bool) -> int:
+    """Bytes of what attention puts out, with lse in float32; of linear attention convolution and rule."""
+    if is_linear:
+        linear = _linear_of(setup)
+        elements = linear.channels + linear.num_heads_v * linear.value_dim
+        return setup.tokens * (elements * setup.compute_bytes + _of_kernels(setup)) + states_of_parts(setup)
+    heads = setup.heads
+    return setup.tokens * (heads.out_elements * setup.compute_bytes + heads.num_heads_q * FLOAT32)
+
+
+def kept_of_block(setup: Setup, kept: str, is_linear: bool) -> int:
+    """Bytes that a block of that kind keeps for its backward, which are ``Keeping.kept``."""
+    whole, least = whole_block(setup, is_linear), block_input(setup)
+    if setup.checkpointing == "memory_budget":
+        return least + int(setup.budget * (whole - least))
+    if kept == PRODUCTS:
+        return min(whole, _selected(setup, is_linear))
+    return {ALL: whole, INPUTS: least}.get(kept) or min(whole, least + _attention_out(setup, is_linear))
+
+
+def blocks_of(setup: Setup) -> list[tuple[Keeping, bool]]:
+    """What each block keeps, and whether it has linear attention."""
+    linear = frozenset(setup.model.linear.layers) if setup.model.linear else frozenset()
+    return [(keeping, number in linear) for number, keeping in enumerate(setup.keepings)]
+
+
+def kept_on_gpu(setup: Setup) -> list[int]:
+    """Bytes that the blocks up to each one keep on the GPU, of one microbatch: of those that are offloaded the largest
+    two, as one is on its way to the host while the next is computed, and back."""
+    found, total, moving = [], 0, 0
+    sizes = {block: kept_of_block(setup, block[0].kept, block[1]) for block in {*blocks_of(setup)}}
+    for block in blocks_of(setup):
+        if block[0].offloaded:
+            moving = max(moving, sizes[block])
+        else:
+            total += sizes[block]
+        found.append(total + AHEAD * moving)
+    return found
+
+
+def kept_on_host(setup: Setup) -> int:
+    """Bytes that all blocks keep in the host's memory, of all microbatches that wait for their backward."""
+    blocks = [(keeping.kept, is_linear) for keeping, is_linear in blocks_of(setup) if keeping.offloaded]
+    return int(setup.in_flight * sum(kept_of_block(setup, *block) for block in blocks))
 
 
 def kept_activations(setup: Setup) -> int:
-    """Bytes that all blocks keep for their backward, of all microbatches that wait for it."""
-    share, kept = _num_checkpointed(setup) / setup.model.num_layers, 0.0
-    for is_linear, count in kinds_of_layers(setup).items():
-        some, whole = _kept_and_whole(setup, is_linear)
-        kept += count * (share * some + (1 - share) * whole)
-    return int(setup.in_flight * kept)
+    """Bytes that all blocks keep on the GPU for their backward, of all microbatches that wait for it."""
+    return int(setup.in_flight * kept_on_gpu(setup)[-1])
 
 
-def recomputed(setup: Setup, is_linear: bool) -> int:
-    """Bytes that a block of that kind computes again in its backward."""
-    kept, whole = _kept_and_whole(setup, is_linear)
-    if not _num_checkpointed(setup):
+def recomputed(setup: Setup, kept: str, is_linear: bool) -> int:
+    """Bytes that a block of that kind, which keeps ``Keeping.kept``, computes again in its backward."""
+    if kept == ALL and setup.checkpointing != "memory_budget":
         return 0
+    is_input = kept_of_block(setup, kept, is_linear) == block_input(setup)
     sums = 0 if setup.model.experts or not setup.lora_rank else 4 * setup.model.hidden_dim // setup.tp
-    return whole - kept + (setup.tokens * sums * setup.compute_bytes if kept == block_input(setup) else 0)
+    again = whole_block(setup, is_linear) - kept_of_block(setup, kept, is_linear)
+    return again + (setup.tokens * sums * setup.compute_bytes if is_input else 0)
 
 
 def attention_gradients(setup: Setup) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torchtitan_magi.sizing import activations
 from torchtitan_magi.sizing.exchanged_rows import maps_held, rows_and_sums, rows_in_flight
+from torchtitan_magi.sizing.keeping.kinds import runs_of
 from torchtitan_magi.sizing.run_setup import Setup
 
 GIB = 2**30
@@ -45,6 +46,11 @@ def predict(setup: Setup) -> Prediction:
     return max(moments(setup), key=lambda each: each.total)
 
 
+def host_memory(setup: Setup) -> int:
+    """Bytes that each GPU's process keeps in the host's memory, of what layers offload."""
+    return max(activations.kept_on_host(stage) for stage in setup.stages())
+
+
 def moments(setup: Setup) -> Iterator[Prediction]:
     """The moments of a step that may take the most memory; of the first and the last stage of a pipeline."""
     for stage in setup.stages():
@@ -69,39 +75,46 @@ def _moments(setup: Setup) -> Iterator[Prediction]:
     logits = {"logits": activations.output_layer(setup)}
     if setup.has_output:
         yield moment("the output layer", before, kept + activations.block_input(setup), of_block // 3, **logits)
-    work, rows, maps = max(_of_backwards(setup), key=sum)
     of_first = -(-(block + each.vocabulary * setup.has_embedding) // setup.fsdp) * gradient * (not setup.lora_rank)
     of_output = -(-each.vocabulary // setup.fsdp) * gradient * (setup.has_output and not setup.lora_rank)
-    for name, first, saved, reducing in (
-        ("the last block's backward", before or of_output, kept, each.vocabulary),
-        ("the first block's backward", before or gradients - of_first, _left(setup, kept), block),
-    ):
-        reduced = _reduced(setup, reducing)
+    on_gpu, num_blocks = activations.kept_on_gpu(setup), setup.model.num_layers
+    waiting = max(0.0, setup.in_flight - 1) * on_gpu[-1]  # of other microbatches of a pipeline
+    for number, (work, rows, maps) in _backwards(setup):
+        behind = num_blocks - 1 - number
+        name = "the last" if not behind else "the first" if not number else f"number {number}"
+        done = before or of_output + (gradients - of_first - of_output) * behind // max(1, num_blocks - 1)
+        reduced = _reduced(setup, block if behind else each.vocabulary)
+        held = int(on_gpu[number] + waiting) + work
         others = {"K/V and their gradients": rows, "maps of states": maps}
-        yield moment(name, first, saved + work, of_block + reduced, **others)
+        yield moment(f"{name} block's backward", done, held, of_block + reduced, **others)
     if setup.has_embedding and not setup.lora_rank:
         of_embedding = _gathered(setup, each.vocabulary) + _reduced(setup, each.vocabulary + block)
         yield moment("the embedding's backward", gradients, activations.block_input(setup), of_embedding)
     yield moment("the optimizer's step", gradients, 0, **{"square roots": gradients * setup.foreach})
 
 
-def _of_backwards(setup: Setup) -> Iterator[tuple[int, int, int]]:
+def _backwards(setup: Setup) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """Blocks whose backward may take the most, the last of those that keep the same, and the first of all; and bytes
+    beside what is kept, see ``_of_backward``."""
+    blocks = activations.blocks_of(setup)
+    for first, last, keeping in runs_of(setup.keepings):
+        kinds = {is_linear for _, is_linear in blocks[first : last + 1]}
+        work = max((each for is_linear in kinds for each in _of_backward(setup, keeping.kept, is_linear)), key=sum)
+        yield last, work
+        if not first and last:
+            yield first, work
+
+
+def _of_backward(setup: Setup, kept: str, is_linear: bool) -> Iterator[tuple[int, int, int]]:
     """Bytes at the largest moments of a block's backward beside what it kept: what is computed again and gradients,
     rows of K/V, maps of states."""
-    for is_linear in activations.kinds_of_layers(setup):
-        again = activations.recomputed(setup, is_linear)
-        yield again + activations.ffn_gradients(setup), 0, 0
-        again -= setup.tokens * activations.ffn_saved(setup)  # which is gone by then
-        if is_linear:
-            yield again + activations.linear_gradients(setup), 0, maps_held(setup)
-        else:
-            yield again + activations.attention_gradients(setup), rows_and_sums(setup), 0
-
-
-def _left(setup: Setup, kept: int) -> int:
-    """Bytes of ``kept`` that are still there when the first of a stage's blocks has its backward."""
-    layers = setup.model.num_layers
-    return int(kept * (1 / layers + max(0.0, setup.in_flight - 1)) / max(1.0, setup.in_flight))
+    again = activations.recomputed(setup, kept, is_linear)
+    yield again + activations.ffn_gradients(setup), 0, 0
+    again -= setup.tokens * activations.ffn_saved(setup)  # which is gone by then
+    if is_linear:
+        yield again + activations.linear_gradients(setup), 0, maps_held(setup)
+    else:
+        yield again + activations.attention_gradients(setup), rows_and_sums(setup), 0
 
 
 def _lasting(setup: Setup) -> dict[str, int]:

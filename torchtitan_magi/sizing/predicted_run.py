@@ -12,8 +12,9 @@ from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.planning.cost_model import CostModel, FloatArray, Heads
 from torchtitan_magi.planning.plan import PlanSpec, plan_afresh
-from torchtitan_magi.sizing.gpus import Gpu
-from torchtitan_magi.sizing.memory import Prediction, predict
+from torchtitan_magi.sizing.gpus import HOST_MEMORY, Gpu
+from torchtitan_magi.sizing.keeping.choose import MARGIN, choose
+from torchtitan_magi.sizing.memory import Prediction, host_memory, predict
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.step_time import StepTime, time_of_step
 from torchtitan_magi.sizing.strategies.outcomes import Case, plan_outcome
@@ -31,6 +32,7 @@ class Place:
     Attributes:
         packs: tokens of the documents in sampled packs, see ``pack_masks``. learned: share of these that have a label.
         cost: of attention and exchanges; None: that of the GPU.
+        host: bytes of the host's memory that each GPU's process can fill.
     """
 
     gpu: Gpu
@@ -38,6 +40,7 @@ class Place:
     packs: tuple[Int64Array, ...]
     learned: float = 1.0
     cost: CostModel | None = None
+    host: int = HOST_MEMORY
 
     def __hash__(self) -> int:
         return id(self.packs)
@@ -90,12 +93,48 @@ class PredictedRun:
 
 
 def predict_run(setup: Setup, place: Place) -> PredictedRun:
-    """Predicts a run. In each microbatch data-parallel ranks wait for the slowest of their packs.
+    """Predicts a run. In each microbatch data-parallel ranks wait for the slowest of their packs. What layers keep is
+    chosen, where the setup leaves that open.
 
     Raises:
         ValueError: a tensor-parallel degree that does not divide the heads.
     """
-    setup, heads = replace(setup, learned=place.learned), heads_of_rank(setup.model, setup.tp)
+    cp_in_node = max(1, min(place.gpus_per_node // setup.tp, setup.cp))
+    setup = replace(setup, learned=place.learned, cp_per_machine=cp_in_node)
+    work = _attention_work(setup, place)
+
+    def fits(mixed: Setup) -> bool:
+        return predict(mixed).total <= MARGIN * place.gpu.capacity and host_memory(mixed) <= place.host
+
+    if setup.checkpointing == "auto" and not setup.keeping:
+        setup = choose(setup, fits, lambda mixed: _time(mixed, place, work).total)
+    mean_tokens = float(np.mean([tokens_and_parents(pack)[0].sum() for pack in place.packs]))
+    tokens = mean_tokens * setup.packs * setup.dp_shard * setup.dp_replicate * setup.microbatches
+    return PredictedRun(setup, place, predict(setup), _time(setup, place, work), tokens, work.efficiency)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Attention of a microbatch in all layers.
+
+    Attributes:
+        forward, backward: seconds, of the slowest of the data-parallel ranks.
+        pairs: (query, key) pairs of a context-parallel rank, the mean over layers.
+        efficiency: as in ``PredictedRun``.
+    """
+
+    forward: float
+    backward: float
+    pairs: float
+    efficiency: float
+
+
+def _time(setup: Setup, place: Place, work: _Work) -> StepTime:
+    return time_of_step(setup, place.gpu, place.gpus_per_node, (work.forward, work.backward), work.pairs)
+
+
+def _attention_work(setup: Setup, place: Place) -> _Work:
+    heads = heads_of_rank(setup.model, setup.tp)
     seconds = place.attention(setup.seq_len, setup.cp, setup.tp, heads)
     windows, areas = setup.model.windows or (0,) * setup.model.num_attention_layers, np.zeros(len(place.packs))
     attends, ideal = np.zeros((len(place.packs), 2)), 0.0
@@ -105,15 +144,9 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
         attends += count * share[:, None] * seconds[:, 0]
         ideal += float((count * share[:, None] * seconds[:, 1]).sum())
         areas += area * count / len(windows)
-    ranks, batch = setup.dp_shard * setup.dp_replicate, setup.packs
-    forward, backward = (batch * expected_largest(attends[:, way], ranks) for way in (0, 1))
-    pairs = batch * float(areas.mean()) / setup.cp
-    time = time_of_step(setup, place.gpu, place.gpus_per_node, (forward, backward), pairs)
-    mean_tokens = float(np.mean([tokens_and_parents(pack)[0].sum() for pack in place.packs]))
-    tokens = mean_tokens * batch * ranks * setup.microbatches
-    cp_in_node = max(1, min(place.gpus_per_node // setup.tp, setup.cp))
-    memory = predict(replace(setup, cp_per_machine=cp_in_node))
-    return PredictedRun(setup, place, memory, time, tokens, ideal / float(attends.sum()))
+    ranks = setup.dp_shard * setup.dp_replicate
+    forward, backward = (setup.packs * expected_largest(attends[:, way], ranks) for way in (0, 1))
+    return _Work(forward, backward, setup.packs * float(areas.mean()) / setup.cp, ideal / float(attends.sum()))
 
 
 def _area(pack: Int64Array, window: int) -> tuple[float, float]:

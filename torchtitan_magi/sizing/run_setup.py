@@ -8,6 +8,8 @@ from typing import Any
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.shapes import Parameters, adapters_of, heads_of_rank, num_moe_layers, parameters_of
 from torchtitan_magi.planning.cost_model import Heads
+from torchtitan_magi.sizing.keeping.kinds import ALL, INPUTS, OF_MODE, Keeping, parse
+from torchtitan_magi.wording import quoted
 
 # Gives the value of an option "section.option" of a run. It is also told torchtitan 0.2.2's default, or all values with
 # the default first, or the type of an option that every run says.
@@ -31,8 +33,9 @@ class Setup:
     Args:
         dp_replicate, dp_shard, cp, tp, ep, etp, pp: parallel degrees; experts of ``ep`` above 1 are shared out over it.
         seq_len: tokens of a pack. packs: of a microbatch on a data-parallel rank.
-        checkpointing: torchtitan's activation_checkpoint.mode. every: full checkpointing of every so many-th block, for
-            "selective"; 0: by operation. budget: fraction of the activations to keep, for "memory_budget".
+        checkpointing: torchtitan's activation_checkpoint.mode, or "auto". every: full checkpointing of every so many-th
+            block, for "selective"; 0: by operation. budget: fraction of the activations to keep, for "memory_budget".
+            keeping: what each layer keeps, for "auto"; empty while that is not decided.
         compiled: whether the blocks are compiled. compiled_loss: whether the loss is.
         param_bytes, compute_bytes, reduce_bytes: bytes per element of stored parameters, of what is computed with, and
             of the gradients that are reduced.
@@ -64,6 +67,7 @@ class Setup:
     checkpointing: str = "none"
     every: int = 0
     budget: float = 1.0
+    keeping: tuple[Keeping, ...] = ()
     compiled: bool = False
     compiled_loss: bool = False
     param_bytes: int = FLOAT32
@@ -149,6 +153,16 @@ class Setup:
         """Whether a step has several microbatches."""
         return self.microbatches > 1
 
+    @functools.cached_property
+    def keepings(self) -> tuple[Keeping, ...]:
+        """What each layer keeps for its backward; for "memory_budget", which keeps a part of all, as if it were all."""
+        layers = self.model.num_layers
+        if self.checkpointing == "auto":
+            return self.keeping or (Keeping(INPUTS),) * layers
+        if self.checkpointing == "selective" and self.every:
+            return tuple(Keeping(ALL if (i + 1) % self.every else INPUTS) for i in range(layers))
+        return (Keeping(OF_MODE.get(self.checkpointing, ALL)),) * layers
+
     def stages(self) -> "Iterator[Setup]":
         """The first and the last stage of a pipeline, as setups of their own; without one the setup as it is."""
         if self.pp == 1:
@@ -161,8 +175,11 @@ class Setup:
             if linear:
                 own = linear.between(0 if first else self.model.num_layers - layers, layers)
                 model = replace(model, linear=own)
-            waiting = self._in_flight(0 if first else self.pp - 1)
-            yield replace(self, model=model, has_embedding=first, has_output=not first, in_flight=waiting)
+            waiting, keeping = self._in_flight(0 if first else self.pp - 1), self.keeping
+            keeping = keeping[:layers] if first else keeping[-layers:]
+            yield replace(
+                self, model=model, keeping=keeping, has_embedding=first, has_output=not first, in_flight=waiting
+            )
 
     def _in_flight(self, rank: int) -> float:
         """Microbatches whose activations a rank of the pipeline keeps at once, in units of its whole stage."""
@@ -184,7 +201,13 @@ def _has_reference(read: Read) -> bool:
 
 def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
     """The facts of a run that its options say; the others are as in ``Setup``."""
-    mode = read("activation_checkpoint.mode", ("selective", "full", "memory_budget", "none"))
+    mode = read("activation_checkpoint.mode", ("selective", "full", "memory_budget", "none", "auto"))
+    keep = read("magi.keep", "")
+    if keep and mode != "auto":
+        raise ValueError(
+            f"magi.keep is {quoted(keep)}, but activation_checkpoint.mode is {quoted(mode)}; set that to 'auto', or "
+            "leave magi.keep out"
+        )
     option = read("activation_checkpoint.selective_ac_option", "op")
     every = int(option) if mode == "selective" and option.isdigit() else None
     components = read("compile.components", ["model", "loss"]) if read("compile.enable", False) else []
@@ -209,6 +232,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         checkpointing="full" if every == 0 else mode,  # as torchtitan takes "every 0th block"
         every=every or 0,
         budget=read("activation_checkpoint.memory_budget", 0.5),
+        keeping=parse(keep, model.num_layers) if keep else (),
         compiled="model" in components,
         compiled_loss="loss" in components,
         param_bytes=BYTES[stored],

@@ -4,12 +4,13 @@ Matrix products run at one speed, element-wise passes at that of the memory; bot
 ``gpus``. Communication of FSDP2 hides behind a block's products, that of tensor and expert parallelism does not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.models.shapes import block_of, num_moe_layers, parameters_of
-from torchtitan_magi.sizing.activations import CHUNK, kinds_of_layers
-from torchtitan_magi.sizing.gpus import RULE, RULE_BACKWARD, Gpu
+from torchtitan_magi.sizing.activations import CHUNK, kept_on_host, kinds_of_layers
+from torchtitan_magi.sizing.gpus import HOST_LINK, RULE, RULE_BACKWARD, Gpu
+from torchtitan_magi.sizing.keeping.kinds import ALL, INPUTS, KEPT, PRODUCTS
 from torchtitan_magi.sizing.run_setup import LOOPS, Setup
 
 GRADIENTS = 2  # a backward takes twice the products of its forward
@@ -48,7 +49,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     model, layers = setup.model, setup.model.num_layers / setup.pp
     blocks = [block_of(model, number) for number in range(model.num_layers)]
     used = sum(block.used for block in blocks) / setup.pp / setup.tp
-    again, attends = _recomputed(setup), setup.checkpointing != "selective" or setup.every > 0
+    again = _recomputed(setup)
     weights = 1 if setup.lora_rank else GRADIENTS  # frozen weights have no gradients
     products = 2 * used * setup.tokens
     output = 2 * setup.on_rank.vocabulary * setup.tokens * setup.learned
@@ -58,15 +59,15 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     rule = _rule(setup, gpu)
     parts = {
         "matrix products": products * (1 + weights) / gpu.products,
-        "element-wise passes": _passes(setup) / setup.pp * (3 + again) / gpu.passes,
+        "element-wise passes": _passes(setup) / setup.pp * (3 + again.blocks) / gpu.passes,
         "attention": (forward + backward) / setup.pp,
         "linear attention": rule * (1 + RULE_BACKWARD),
-        "recomputation": again
-        * (products * _products_again(setup) / gpu.products + (forward / setup.pp + rule) * attends),
+        "recomputation": products * again.products / gpu.products + (forward / setup.pp + rule) * again.attention,
         "output layer and loss": logits / setup.pp,
-        "moving tokens to experts": _experts(setup, gpu, gpus_per_node) * (1 + again / 3),
-        "tensor parallelism": _tensor_parallel(setup, gpu) * layers * (1 + again / 2),
+        "moving tokens to experts": _experts(setup, gpu, gpus_per_node) * (1 + again.blocks / 3),
+        "tensor parallelism": _tensor_parallel(setup, gpu) * layers * (1 + again.blocks / 2),
     }
+    parts["waiting for the host"] = _waiting(setup, parts)
     busy = sum(parts.values())
     parts["FSDP that nothing hides"] = max(0.0, _sharding(setup, gpu, gpus_per_node) - busy)
     parts["FSDP's copies"] = _copies(setup, gpu)
@@ -83,21 +84,46 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     return StepTime({name: seconds for name, seconds in parts.items() if seconds}, once * setup.microbatches)
 
 
-def _recomputed(setup: Setup) -> float:
-    """Which share of a block's forward is computed again for the backward."""
-    if setup.checkpointing == "selective":
-        return 1 / setup.every if setup.every else 1.0
-    return {"full": 1.0, "memory_budget": 1 - setup.budget}.get(setup.checkpointing, 0.0)
+@dataclass(frozen=True)
+class _Recomputed:
+    """What is computed again for the backward, as shares of what a forward computes: blocks, without what is kept of
+    them; matrix products; attention."""
+
+    blocks: float
+    products: float
+    attention: float
 
 
-def _products_again(setup: Setup) -> float:
-    """Which share of a block's products is computed again where it is: all but the last of a dense block, as nothing
-    waits for it; by operation every other one."""
-    if setup.checkpointing == "selective" and not setup.every:
-        return 0.5
+def _recomputed(setup: Setup) -> _Recomputed:
+    if setup.checkpointing == "memory_budget":
+        again = 1 - setup.budget
+        return _Recomputed(again, again * _products_again(setup, INPUTS), again)
+    kept = [keeping.kept for keeping in setup.keepings]
+    share = {kind: kept.count(kind) / len(kept) for kind in KEPT}
+    products = sum(share[kind] * _products_again(setup, kind) for kind in KEPT)
+    return _Recomputed(1 - share[ALL], products, share[INPUTS])
+
+
+def _products_again(setup: Setup, kept: str) -> float:
+    """Which share of a block's products is computed again: all but the last of a dense block, as nothing waits for it;
+    by operation every other one."""
+    if kept in (ALL, PRODUCTS):
+        return 0.5 if kept == PRODUCTS else 0.0
     if setup.model.experts:
         return 1.0
     return 1 - setup.model.dim * setup.model.hidden_dim / block_of(setup.model, 0).used
+
+
+def _waiting(setup: Setup, parts: dict[str, float]) -> float:
+    """Seconds of a microbatch in which a layer's tensors are on their way to the host or back and nothing is computed:
+    each way must fit into the time of a layer, a third of it in the forward."""
+    num = sum(keeping.offloaded for keeping in setup.keepings) / setup.pp
+    if not num:
+        return 0.0
+    each = kept_on_host(replace(setup, in_flight=1.0)) / setup.pp / num / HOST_LINK
+    in_layers = sum(seconds for name, seconds in parts.items() if name != "output layer and loss")
+    layer = in_layers / setup.model.num_layers * setup.pp
+    return num * (max(0.0, each - layer / 3) + max(0.0, each - 2 * layer / 3))
 
 
 def _rule(setup: Setup, gpu: Gpu) -> float:

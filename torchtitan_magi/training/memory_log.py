@@ -2,8 +2,11 @@
 
 import logging
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,20 +14,24 @@ import torch.distributed as dist
 
 from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.sizing.keeping.kinds import in_words
 from torchtitan_magi.sizing.memory import GIB, Prediction, describe, predict, remedies
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
+from torchtitan_magi.training.activations.decide import decided, note_beyond
+from torchtitan_magi.training.process.all_ranks import is_first_rank
+from torchtitan_magi.wording import one_line
 
 logger = logging.getLogger(__name__)
 
 SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
 
 
-def predicted_memory(
+def memory_of_run(
     job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str
-) -> Prediction:
-    """Logs what a run will take.
+) -> "MeasuredMemory":
+    """Decides what layers keep where activation checkpointing is "auto", and logs what a run will take.
 
-    A collective of the context-parallel ranks.
+    A collective of all ranks.
 
     Args:
         dims: torchtitan's ParallelDims.
@@ -45,7 +52,10 @@ def predicted_memory(
         float32_experts=version("torchtitan").startswith("0.2."),
         cp_per_machine=tuple(machines) if machines else None,
     )
-    return log_prediction(setup)
+    folder = Path(job_config.job.dump_folder)
+    if setup.checkpointing == "auto":
+        setup = decided(setup, folder)
+    return MeasuredMemory(setup, log_prediction(setup), device_type, folder)
 
 
 def log_prediction(setup: Setup) -> Prediction:
@@ -66,10 +76,11 @@ class MeasuredMemory:
 
     Args:
         device_type: of the ranks' collectives.
+        folder: job.dump_folder, where it is noted for later decisions about what layers keep.
     """
 
-    def __init__(self, predicted: Prediction, device_type: str) -> None:
-        self.predicted, self.device_type = predicted, device_type
+    def __init__(self, setup: Setup, predicted: Prediction, device_type: str, folder: Path) -> None:
+        self.setup, self.predicted, self.device_type, self.folder = setup, predicted, device_type, folder
         self.allocated = self.reserved = 0  # most bytes that PyTorch's allocator has given out, and has had
         self.said = False
 
@@ -90,4 +101,28 @@ class MeasuredMemory:
                 f"Measured memory per GPU: at most {allocated:.1f} GiB allocated by PyTorch ({reserved:.1f} reserved) "
                 f"and {around:.1f} GiB outside it; predicted {self.predicted.total / GIB:.1f} in all"
             )
+            self._note(int((allocated + around) * GIB))
         return {"memory/outside_pytorch(GiB)": outside / GIB}
+
+    def _note(self, measured: int | None) -> None:
+        if self.setup.checkpointing == "auto" and (measured is None or is_first_rank()):
+            note_beyond(self.setup, self.folder, measured)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Says of a step that runs out of the GPU's memory what layers were to keep, and that the next run keeps less.
+
+        Raises:
+            RuntimeError: it has run out.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.setup.checkpointing != "auto":
+                raise
+            self._note(None)
+            raise RuntimeError(
+                f"out of memory with {in_words(self.setup.keepings)}, predicted to take "
+                f"{self.predicted.total / GIB:.1f} GiB ({one_line(error)}); start again: the next decision leaves more "
+                "free, by what is noted in job.dump_folder"
+            ) from error

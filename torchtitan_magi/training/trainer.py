@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_magi.training.activations.layers import stop_offloading
 from torchtitan_magi.training.batches.given_rollouts import GivenRollouts
 from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch, Process, on_device
 from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
@@ -199,6 +200,7 @@ class ObjectiveTrainer:
         words = LastWords(comm.init_timeout_seconds, comm.train_timeout_seconds)
         with words as self.last_words, told_on_signal(self._stopped):
             yield
+        stop_offloading()
 
     @contextmanager
     def given_steps(self) -> Iterator[Callable[[Sequence[Any]], dict[str, float]]]:
@@ -281,7 +283,8 @@ class ObjectiveTrainer:
         self.num_items = of_all[0].where(of_all[0] > 0, 1).float()  # a step without any item has no loss
         self.num_tokens_seen += of_all[1].long()
         self.metrics_processor.tokens_and_labels += of_all[1:].long()
-        super().train_step(iter(microbatches))  # type: ignore[misc]
+        with self.metrics_processor.memory.noting():
+            super().train_step(iter(microbatches))  # type: ignore[misc]
         self.last_words.note_step(self.step)
         self.steps_done = self.step
 

@@ -6,7 +6,7 @@ It needs real types here, so this file has no ``from __future__ import annotatio
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
@@ -20,12 +20,22 @@ from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.wording import quoted
 
 HOOK = "torchtitan_magi.titan"
+AUTO = "auto"  # mode of activation checkpointing that is ours
+
+
+@dataclass
+class ActivationCheckpoint:
+    """What is merged into torchtitan's [activation_checkpoint]."""
+
+    mode: Literal["auto", "selective", "full", "memory_budget", "none"] = "selective"
+    """Type of activation checkpointing; "auto": what each layer keeps is decided before the first step, by magi.keep"""
 
 
 @dataclass
 class JobConfig:
-    """The section that is merged into torchtitan's JobConfig."""
+    """What is merged into torchtitan's JobConfig."""
 
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     magi: Magi = field(default_factory=Magi)
 
 

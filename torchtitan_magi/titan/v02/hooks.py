@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -33,8 +34,9 @@ from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.tools import profiling, utils
 
 from torchtitan_magi.attention.op import attention_op
+from torchtitan_magi.sizing.keeping.kinds import ATTENTION, INPUTS, PRODUCTS
 from torchtitan_magi.titan.v02.attention import PlanMetadata
-from torchtitan_magi.titan.v02.config import check_expert_degrees, check_expert_tensor_degree
+from torchtitan_magi.titan.v02.config import AUTO, check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.titan.v02.cpu import TorchOfExperts
 from torchtitan_magi.titan.v02.experts import GateStyle, LayerStyle, prepare_input, token_dispatch
 from torchtitan_magi.titan.v02.models import check_name
@@ -86,6 +88,8 @@ def install() -> None:
         (FSDPParamGroup, "unshard", _unseen),  # for experts, which FSDP2 gathers inside a block
         (FSDPParamGroup, "wait_for_unshard", _unseen),  # the same
         (FSDPParamGroup, "reshard", _unseen),  # the same
+        (llama3, "apply_ac", _apply_ac),  # to have layers that keep more and layers that keep less
+        (qwen3, "apply_ac", _apply_ac),  # the same; each model has imported its own name
         (llama3, "apply_cp_to_attention_module", _apply_cp),  # not to refuse varlen attention
         (qwen3, "apply_cp_to_attention_module", _apply_cp),  # the same; each model has imported its own name
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
@@ -256,6 +260,24 @@ def _dcp_save(
 
     export: Export = getattr(checkpointer.sd_adapter, "export", Export())
     return export.save(checkpointer, weights, Path(options["checkpoint_id"]), to_hf, save)
+
+
+def _apply_ac(stock: Any, model: nn.Module, config: Any, *, op_sac_save_list: Any = None, **options: Any) -> None:
+    """Mode "auto": torchtitan's, once for all layers that keep the same."""
+    if config.mode != AUTO:
+        stock(model, config, op_sac_save_list=op_sac_save_list, **options)
+        return
+    layers = model.get_submodule("layers")
+    for kept, mode in ((INPUTS, "full"), (PRODUCTS, "selective"), (ATTENTION, "selective")):
+        alike = nn.Module()
+        alike.layers = nn.ModuleDict(
+            {name: layer for name, layer in layers.named_children() if config.keeping[int(name)].kept == kept}
+        )
+        if alike.layers:
+            saved = {attention_op} if kept == ATTENTION else op_sac_save_list
+            stock(alike, replace(config, mode=mode, selective_ac_option="op"), op_sac_save_list=saved, **options)
+            for name, layer in alike.layers.named_children():
+                layers.register_module(name, layer)
 
 
 def _whole_heads(stock: Any, adapter: Any, weight: Tensor, *args: Any) -> Tensor:

@@ -22,7 +22,7 @@ from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.attention import VarlenAttentionWrapper
 from torchtitan_magi.titan.v02.components import MagiMetricsProcessor, MagiTokenizer, MagiValidator
-from torchtitan_magi.titan.v02.config import check_experts, check_job_config, without_context_parallel
+from torchtitan_magi.titan.v02.config import AUTO, check_experts, check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.cpu import prepare_model
 from torchtitan_magi.titan.v02.models import (
     MODELS,
@@ -34,10 +34,11 @@ from torchtitan_magi.titan.v02.models import (
     varlen_flavors,
     with_plan_metadata,
 )
+from torchtitan_magi.training.activations.layers import offload_layers
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
-from torchtitan_magi.training.memory_log import MeasuredMemory, predicted_memory
+from torchtitan_magi.training.memory_log import memory_of_run
 from torchtitan_magi.training.objectives.objective import LossRecord
 from torchtitan_magi.training.process.launcher import end_with_launcher
 from torchtitan_magi.training.run_parts import RunParts
@@ -156,8 +157,8 @@ class MagiSpec(RunParts):
         self.losses = LossRecord(max(1, training.global_batch_size // batches))
         config = config_of(model_args)
         device = utils.device_type
-        predicted = predicted_memory(job_config, parallel_dims, config, self.has_objectives, device)
-        memory = MeasuredMemory(predicted, device)
+        memory = memory_of_run(job_config, parallel_dims, config, self.has_objectives, device)
+        job_config.activation_checkpoint.keeping = memory.setup.keepings
         processor = MagiMetricsProcessor(job_config, parallel_dims)
         processor.count_work(config.attention_flops, self, self.losses, memory)
         return processor
@@ -189,6 +190,8 @@ class MagiSpec(RunParts):
         model = self.stock.parallelize_fn(model, parallel_dims, without_context_parallel(job_config))
         if parallel_dims.tp_enabled:
             model.tok_embeddings.register_forward_hook(_arrived)
+        if (checkpointing := job_config.activation_checkpoint).mode == AUTO:
+            offload_layers(model, checkpointing.keeping, torch.device(utils.device_type))
         if utils.device_type == "cpu":
             prepare_model(model)
         return model

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode
@@ -14,10 +15,12 @@ from torchtitan.components.loss import BaseLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from torchtitan_magi.attention.op import attention_op
 from torchtitan_magi.linear.op import conv_op, rule_op
+from torchtitan_magi.sizing.keeping.kinds import ALL, ATTENTION, INPUTS, Keeping
+from torchtitan_magi.training.activations.layers import KeepsAll
 from torchtitan_magi.training.batches import run_length
 from torchtitan_magi.training.batches.microbatch import Process
 from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
@@ -32,6 +35,8 @@ from torchtitan_magi.training.objectives.validation import limited, validate
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.settings.options import LoRA
 from torchtitan_magi.training.trainer import loading_train_state
+
+ATTENTION_OPS = {attention_op, rule_op, conv_op}
 
 
 class MagiTokenizer(AssetsTokenizer, HuggingFaceTokenizer):
@@ -55,7 +60,31 @@ class MagiSelectiveAC(SelectiveAC):
 
     def get_save_ops(self) -> set[Any]:
         """The operations whose results are kept for the backward: torchtitan's, and attention of both kinds."""
-        return super().get_save_ops() | {attention_op, rule_op, conv_op}
+        return super().get_save_ops() | ATTENTION_OPS
+
+
+class MagiMixedAC(MagiSelectiveAC):
+    """What each layer keeps by itself, for mode "auto"."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MagiSelectiveAC.Config):
+        keeping: tuple[Keeping, ...] = ()
+        """Of all layers of the model; decided before it is built."""
+
+    config: Config
+    _kept = ALL  # of the layer that is wrapped
+
+    def get_save_ops(self) -> set[Any]:
+        """Of a layer that keeps what attention puts out: that alone, and the choice of experts, not to change it."""
+        return {*ATTENTION_OPS, torch.ops.aten.topk.default} if self._kept == ATTENTION else super().get_save_ops()
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        self._kept = self.config.keeping[int(str(base_fqn).rpartition(".")[2])].kept
+        if self._kept == ALL:
+            return KeepsAll(module)
+        if self._kept == INPUTS:
+            return FullAC(self.config)._wrap_block(module, base_fqn=base_fqn)
+        return super()._wrap_block(module, base_fqn=base_fqn)
 
 
 class ObjectiveLoss(BaseLoss):

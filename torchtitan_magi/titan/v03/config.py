@@ -15,6 +15,7 @@ from torchtitan.tools.profiler import Profiler
 from torchtitan_magi.titan.v03.components import (
     MagiCheckpointManager,
     MagiMetricsProcessor,
+    MagiMixedAC,
     MagiSelectiveAC,
     MagiValidator,
 )
@@ -26,7 +27,12 @@ from torchtitan_magi.training.settings.magi_section import import_modules
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, read_hf_config
 from torchtitan_magi.wording import one_line, quoted
 
-CHECKPOINTING = {"selective": MagiSelectiveAC.Config, "full": FullAC.Config, "memory_budget": MemoryBudgetAC.Config}
+CHECKPOINTING = {  # the first that a configuration is one of counts
+    "auto": MagiMixedAC.Config,
+    "selective": MagiSelectiveAC.Config,
+    "full": FullAC.Config,
+    "memory_budget": MemoryBudgetAC.Config,
+}
 
 
 def trainer_options(job: Any) -> dict[str, Any]:
@@ -111,7 +117,7 @@ def _checkpointing(section: Any) -> Any:
     if section.mode == "none":
         return None
     shapes = {"force_recompute_mm_shapes_by_fqns": section.per_op_sac_force_recompute_mm_shapes_by_fqns}
-    return copied(CHECKPOINTING[section.mode], section, **(shapes if section.mode == "selective" else {}))
+    return copied(CHECKPOINTING[section.mode], section, **(shapes if section.mode in ("auto", "selective") else {}))
 
 
 def _checkpointing_section(config: Any) -> Any:

@@ -19,6 +19,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, yarn_factor
+from torchtitan_magi.titan.v03.components import MagiMixedAC
 from torchtitan_magi.titan.v03.cpu import prepare_model
 from torchtitan_magi.titan.v03.experts import MagiExperts
 from torchtitan_magi.titan.v03.families import deepseek_v3 as our_deepseek_v3
@@ -30,6 +31,7 @@ from torchtitan_magi.titan.v03.families.configs import copied
 from torchtitan_magi.titan.v03.families.positions import LinearRoPE
 from torchtitan_magi.titan.v03.families.qwen3_5_tensors import Qwen35Adapter
 from torchtitan_magi.titan.v03.lora import check_factors, join_local_layers
+from torchtitan_magi.training.activations.layers import offload_layers
 from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
@@ -188,6 +190,8 @@ def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) 
             torch._dynamo.config.automatic_dynamic_shapes &= not parallel_dims.tp_enabled
     model = stock(model, parallel_dims=_WithoutCP(parallel_dims), **options)
     check_factors(model)
+    if isinstance(checkpointing := options["ac_config"], MagiMixedAC.Config):
+        offload_layers(model, checkpointing.keeping, torch.device(utils.device_type))
     if utils.device_type == "cpu":
         prepare_model(model, parallel_dims)
     return model

@@ -115,7 +115,7 @@ _SECTIONS = [
     _section("checkpoint", CheckpointManager.Config),
     _section(
         "activation_checkpoint",
-        mode=(Literal["selective", "full", "memory_budget", "none"], "selective"),
+        mode=(Literal["auto", "selective", "full", "memory_budget", "none"], "selective"),
         memory_budget=(float, 0.5),
         visualize_memory_budget_pareto=(bool, False),
         per_op_sac_force_recompute_mm_shapes_by_fqns=(list[str], ["moe.router.gate"]),

@@ -22,6 +22,7 @@ from torchtitan_magi.titan.v03.attention import OVERRIDE, local_batch
 from torchtitan_magi.titan.v03.components import (
     MagiCheckpointManager,
     MagiMetricsProcessor,
+    MagiMixedAC,
     MagiTokenizer,
     MagiValidator,
     ObjectiveLoss,
@@ -33,7 +34,7 @@ from torchtitan_magi.training.batches.pack_loader import WithoutPositions
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.finite import StepGuard
-from torchtitan_magi.training.memory_log import MeasuredMemory, predicted_memory
+from torchtitan_magi.training.memory_log import memory_of_run
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.lora import PolicyWithoutAdapters
 from torchtitan_magi.training.objectives.objective import LossRecord, Reference
@@ -110,7 +111,9 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         runtime = self.build_runtime(dims, facts, self.device, facts.windows or (0,) * facts.num_attention_layers)
         self.runtime, self.process = runtime, partial(local_batch, runtime)
         runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim)
-        self.memory = MeasuredMemory(predicted_memory(job, dims, facts, True, device), device)
+        self.memory = memory_of_run(job, dims, facts, True, device)
+        if isinstance(checkpointing := self.config.activation_checkpoint, MagiMixedAC.Config):
+            checkpointing.keeping = self.memory.setup.keepings
         return dims
 
     def _check_version(self, job: Any) -> None:

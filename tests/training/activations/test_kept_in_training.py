@@ -1,0 +1,72 @@
+"""Runs whose layers keep different things for their backward: losses and gradient norms are those of keeping all."""
+
+import functools
+
+import pytest
+from support.runs import TITAN, train
+
+MIX = "1 inputs offloaded, 1 attention offloaded, 1 products, 1 all"
+MIXES = {
+    "mixed": MIX,
+    "all": "all",
+    "all, offloaded": "all offloaded",
+    "products, offloaded": "products offloaded",
+    "attention": "attention",
+    "attention, offloaded": "attention offloaded",
+    "inputs": "inputs",
+}
+CP = "--parallelism.context_parallel_degree 2"
+LAYOUTS = {  # processes, options
+    "compiled": (1, "--compile.enable"),
+    "CP 2": (2, CP),
+    "TP 2": (2, "--parallelism.tensor_parallel_degree 2"),
+    "FSDP 2": (2, "--parallelism.data_parallel_shard_degree 2 --training.local_batch_size 1"),
+    "accumulated": (1, "--training.global_batch_size 4 --training.local_batch_size 2"),
+    "PP 2": (2, "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4"),
+    "LoRA": (1, "--magi.lora.rank 4"),
+}
+
+
+def offload_everything(report):
+    """Offloads small tensors too, and reports what the host's memory holds when the run ends."""
+    from torchtitan_magi.training.activations import host_memory, offload
+
+    close = host_memory.HostMemory.close
+
+    def closed(memory):
+        report("host memory", memory.num_bytes, len(memory._free) == len(memory._all))
+        close(memory)
+
+    offload.SMALL, host_memory.HostMemory.close = 16, closed
+
+
+@functools.cache
+def run(keep, processes=1, options=""):
+    mode = "none" if keep is None else "auto"
+    arguments = ["--activation_checkpoint.mode", mode, *options.split()]
+    arguments += [] if keep is None else ["--magi.keep", keep]
+    return train(processes, arguments, layers=4, entry="torchtitan_magi.train", setup=offload_everything)
+
+
+def steps_of(found):
+    """Loss and gradient norm of each step, as the last rank has them, which has the last stage of a pipeline."""
+    logged = [values for _, values in found.of("metrics", rank=len(found.events) - 1) if "grad_norm" in values]
+    return [values[name] for name in ("loss_metrics/global_avg_loss", "grad_norm") for values in logged]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_what_layers_keep_changes_no_loss(mix):
+    found, expected = run(MIXES[mix]), run(None)
+    assert steps_of(found) == pytest.approx(steps_of(expected), rel=1e-6)
+    at_end = found.of("host memory")
+    assert bool(at_end) == ("offloaded" in MIXES[mix])
+    assert all(num_bytes > 0 and is_free for num_bytes, is_free in at_end)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mix_changes_no_loss_in_any_layout(layout):
+    if TITAN == "0.2.2" and layout in ("PP 2", "LoRA"):
+        pytest.skip("torchtitan 0.2.2 has none")
+    found, expected = run(MIX, *LAYOUTS[layout]), run(None, *LAYOUTS[layout])
+    assert steps_of(found) == pytest.approx(steps_of(expected), rel=1e-5)
+    assert found.of("host memory")

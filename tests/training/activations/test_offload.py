@@ -1,0 +1,177 @@
+"""Layers that offload what they save: gradients are those of layers that do not, and the GPU's memory is freed."""
+
+import gc
+import math
+
+import pytest
+import torch
+from support.gpus import needs_hopper
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from torchtitan_magi.training.activations import offload
+from torchtitan_magi.training.activations.host_memory import HostMemory, in_buffer
+from torchtitan_magi.training.activations.offload import Offloader
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_hopper])]
+LAYERS, DIM = 8, 64
+MIB = 1 << 20
+
+
+class Block(nn.Module):
+    """A feed-forward whose input is scaled by something that all blocks get."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)
+
+    def forward(self, x, scale):
+        return x + self.second(functional.silu(self.first(x * scale)))
+
+
+def products_kept(ctx, func, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if func == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+KEPT = {
+    "all": lambda block: block,
+    "products": lambda block: checkpoint_wrapper(
+        block, context_fn=lambda: create_selective_checkpoint_contexts(products_kept), early_stop=False
+    ),
+    "inputs": lambda block: checkpoint_wrapper(block, early_stop=False),
+}
+
+
+def blocks(kept, device, compiled=""):
+    torch.manual_seed(0)
+    found = [KEPT[kept](Block().to(device)) for _ in range(LAYERS)]
+    if compiled == "by torch.compile":
+        return nn.ModuleList(torch.compile(block, fullgraph=True) for block in found)
+    for block in found if compiled else ():
+        block.compile(fullgraph=True)
+    return nn.ModuleList(found)
+
+
+def train(model, device, tokens=32, steps=3):
+    """Gradients of all weights and of the input after some steps, and the most memory of the last one."""
+    peak = 0
+    for step in range(steps):
+        torch.manual_seed(step)
+        first, scale = torch.randn(2, tokens, DIM, device=device)
+        x = first.requires_grad_()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        for block in model:
+            x = block(x, scale)
+        x.square().mean().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+    return [first.grad, *(weight.grad for weight in model.parameters())], peak
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(offload, "SMALL", 16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", ["", "in place", "by torch.compile"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_gradients_are_those_of_layers_that_do_not_offload(kept, compiled, device, small):
+    expected, _ = train(blocks(kept, device, compiled), device)
+    model, offloader = blocks(kept, device, compiled), Offloader(torch.device(device))
+    offloader.wrap(list(model[:-2]), [])
+    found, _ = train(model, device)
+    assert all(map(torch.equal, found, expected))
+    taken = offloader.num_bytes
+    assert taken > 0
+    memory = offloader._copies.memory
+    gc.collect()
+    assert len(memory._free) == len(memory._all)  # all given back
+    train(model, device)
+    assert offloader.num_bytes == taken  # and used again
+    offloader.close()
+    assert offloader.num_bytes == 0
+
+
+def test_what_all_layers_save_leaves_once_and_weights_stay(small):
+    model, offloader = blocks("inputs", "cpu"), Offloader(torch.device("cpu"))
+    offloader.wrap(list(model), [])
+    train(model, "cpu")
+    assert offloader.num_bytes == (LAYERS + 1) * 32 * DIM * 4  # an input of each, and the scale
+    everything = Offloader(torch.device("cpu"))
+    model = blocks("all", "cpu")
+    everything.wrap(list(model), [])
+    train(model, "cpu")
+    weights = sum(weight.numel() for weight in model.parameters()) * 4
+    saved = LAYERS * 32 * DIM * 4 * (1 + 4 + 4) + 32 * DIM * 4  # inputs of both products and of the activation; scale
+    assert everything.num_bytes == saved < saved + weights
+    shared = Offloader(torch.device("cpu"))
+    model = blocks("inputs", "cpu")
+    scale = torch.ones(32, DIM)
+    shared.wrap(list(model), [scale])
+    x = torch.randn(32, DIM, requires_grad=True)
+    for block in model:
+        x = block(x, scale)
+    x.sum().backward()
+    assert shared.num_bytes == LAYERS * 32 * DIM * 4  # a buffer of the model stays
+
+
+def test_several_forwards_may_wait_for_their_backward(small):
+    """As in a pipeline, and in any order."""
+    model, plain = blocks("inputs", "cpu"), blocks("inputs", "cpu")
+    Offloader(torch.device("cpu")).wrap(list(model), [])
+    found = []
+    for blocks_of in (model, plain):
+        torch.manual_seed(0)
+        outs = []
+        for _ in range(3):
+            x = torch.randn(32, DIM)
+            for block in blocks_of:
+                x = block(x, torch.ones(()))
+            outs.append(x.square().sum())
+        for number in (1, 0, 2):
+            outs[number].backward()
+        found.append([weight.grad for weight in blocks_of.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_without_gradients_nothing_leaves(small):
+    model, offloader = blocks("all", "cpu"), Offloader(torch.device("cpu"))
+    offloader.wrap(list(model), [])
+    with torch.no_grad():
+        for block in model:
+            block(torch.randn(32, DIM), torch.ones(()))
+    assert offloader.num_bytes == 0
+
+
+def test_buffers_serve_tensors_of_about_their_size_and_any_strides():
+    memory = HostMemory(False)
+    large = memory.take(1000)
+    memory.give(large)
+    assert memory.take(900) is large
+    assert memory.take(500).numel() == 500
+    x = torch.arange(6.0).reshape(2, 3).t()
+    assert in_buffer(memory.take(24), x).copy_(x).stride() == x.stride()
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("compiled", ["", "in place"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_the_gpu_holds_two_layers_less_what_is_on_its_way(kept, compiled):
+    tokens = 1 << 18  # 64 MiB of inputs
+    _, whole = train(blocks(kept, "cuda", compiled), "cuda", tokens)
+    model, offloader = blocks(kept, "cuda", compiled), Offloader(torch.device("cuda"))
+    offloader.wrap(list(model), [])
+    _, some = train(model, "cuda", tokens)
+    held = offloader.num_bytes
+    assert held > LAYERS * 60 * MIB
+    assert whole - some > 0.4 * held * (LAYERS - 4) / LAYERS
+    offloader.close()
+    assert math.isclose(offloader.num_bytes, 0)

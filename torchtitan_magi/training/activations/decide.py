@@ -1,0 +1,95 @@
+"""Decides before the first step what each layer keeps, the same on all ranks, and corrects the next decision."""
+
+import json
+import logging
+import socket
+import zlib
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from torchtitan_magi.files import read_text, write_whole
+from torchtitan_magi.sizing.gpus import GPUS, H100
+from torchtitan_magi.sizing.keeping.kinds import ALL, Keeping, as_option, in_words
+from torchtitan_magi.sizing.memory import GIB, host_memory, predict
+from torchtitan_magi.sizing.predicted_run import Place, predict_run
+from torchtitan_magi.sizing.run_setup import Setup
+from torchtitan_magi.training.process.all_ranks import gathered
+
+logger = logging.getLogger(__name__)
+
+HOST_SHARE = 0.6  # of the host's memory that is available, for what layers offload
+FILE = "activation_memory.json"  # in job.dump_folder: bytes measured beyond what was predicted, by setup
+AFTER_OUT_OF_MEMORY = 0.05  # of a GPU's memory that the next decision leaves free if a run did not fit
+
+
+def decided(setup: Setup, folder: Path) -> Setup:
+    """The setup with what each layer keeps: what magi.keep says, else the fastest mix that fits. Logs it.
+
+    A collective of all ranks: they take the least memory that any of them has.
+
+    Args:
+        folder: job.dump_folder, where ``note_beyond`` has noted what an earlier run took.
+    """
+    if not setup.gpu:
+        keeping = setup.keeping or (Keeping(ALL),) * setup.model.num_layers
+        logger.info(f"Activation checkpointing: {in_words(keeping)}")
+        return replace(setup, keeping=keeping)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    mine = properties.total_memory - _beyond(setup, folder), _available_memory(), socket.gethostname()
+    capacities, available, hosts = zip(*gathered(mine), strict=True)
+    most_ranks = max(Counter(hosts).values())
+    capacity, host = min(capacities), int(HOST_SHARE * min(available) / most_ranks)
+    gpu = next((gpu for name, gpu in GPUS.items() if name in properties.name), H100)
+    packs = (np.array([setup.seq_len]),)  # one document: no other has as much attention, and the prediction is of it
+    run = predict_run(setup, Place(replace(gpu, capacity=capacity), most_ranks, packs, host=host))
+    keeping, of_host = run.setup.keepings, host_memory(run.setup) / GIB
+    beside = f", {of_host:.1f} of {host / GIB:.1f} GiB of the host's" if of_host else ""
+    again = run.time.parts.get("recomputation", 0.0) / run.time.total
+    logger.info(
+        f"Activation checkpointing: {in_words(keeping)}; {run.memory.total / GIB:.1f} of {capacity / GIB:.1f} GiB"
+        f"{beside}; recomputation {again:.0%} of a step with one document a pack "
+        f'(magi.keep = "{as_option(keeping)}" repeats this)'
+    )
+    return replace(setup, keeping=keeping)
+
+
+def note_beyond(setup: Setup, folder: Path, measured: int | None) -> None:
+    """Notes for later decisions about the same setup how much more memory a run took than was predicted.
+
+    Args:
+        measured: bytes on a GPU; None: more than there are.
+    """
+    if measured is None:
+        capacity = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        measured = predict(setup).total + max(0, _beyond(setup, folder)) + int(AFTER_OUT_OF_MEMORY * capacity)
+    beyond = {**_read(folder), _key(setup): measured - predict(setup).total}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / FILE, json.dumps(beyond).encode())
+
+
+def _beyond(setup: Setup, folder: Path) -> int:
+    return _read(folder).get(_key(setup), 0)
+
+
+def _read(folder: Path) -> dict[str, int]:
+    """Bytes by setup; nothing where there is no such file, or no longer a whole one."""
+    with suppress(OSError, ValueError):
+        found = json.loads(read_text(folder / FILE))
+        return {key: value for key, value in found.items() if isinstance(value, int)}
+    return {}
+
+
+def _key(setup: Setup) -> str:
+    """What tells setups apart, whatever their layers keep."""
+    return f"{zlib.crc32(repr(replace(setup, keeping=(), cp_per_machine=None)).encode()):08x}"
+
+
+def _available_memory() -> int:
+    """Bytes of the host's memory that can be taken without swapping."""
+    lines = dict(line.split(":", 1) for line in read_text("/proc/meminfo").splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024

@@ -1,0 +1,103 @@
+"""Pinned memory of the host, and copies to and from it on streams of their own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLACK = 1.25  # a buffer serves tensors that need not much less
+
+
+class HostMemory:
+    """Memory that is pinned once and used again by each step.
+
+    Buffers have the size that is asked for, where PyTorch's own cache of pinned memory rounds up to powers of two.
+    """
+
+    def __init__(self, is_pinned: bool) -> None:
+        self._is_pinned, self._free, self._all = is_pinned, list[Tensor](), list[Tensor]()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes taken in all."""
+        return sum(buffer.numel() for buffer in self._all)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A buffer of at least that size, uint8 [n].
+
+        Raises:
+            RuntimeError: the host has no such memory left that can be pinned; one line with the remedy.
+        """
+        fitting = [free for free in self._free if num_bytes <= free.numel() <= SLACK * num_bytes]
+        if fitting:
+            smallest = min(fitting, key=Tensor.numel)
+            self._free = [free for free in self._free if free is not smallest]
+            return smallest
+        try:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+            if self._is_pinned:
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the host cannot pin {num_bytes / 2**30:.1f} GiB more for what layers offload, beside "
+                f"{self.num_bytes / 2**30:.1f} GiB ({error}); allow more (ulimit -l), or set magi.keep to a mix that "
+                "offloads less"
+            ) from error
+        self._all.append(buffer)
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes a buffer back."""
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        """Unpins and frees all; not while anything is in use."""
+        if self._is_pinned:
+            torch.cuda.synchronize()
+            for buffer in self._all:
+                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        self._all, self._free = [], []
+
+
+class Copies:
+    """Copies between a device and the host; on the CPU at once.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self.memory = HostMemory(self._is_gpu)
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if self._is_gpu else []  # to the host, and back
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
+        """A buffer that x is on its way to, and the event of its arrival, until which x must live."""
+        buffer = self.memory.take(x.numel() * x.element_size())
+        return buffer, self._copy(0, in_buffer(buffer, x), x)
+
+    def from_host(self, x: Tensor, buffer: Tensor) -> Any:
+        """Starts to fill x, of the current stream, with what is in a buffer; the event of its arrival."""
+        return self._copy(1, x, in_buffer(buffer, x))
+
+    def _copy(self, way: int, to: Tensor, source: Tensor) -> Any:
+        if not self._is_gpu:
+            to.copy_(source)
+            return None
+        stream, other = self._streams[way], self._streams[1 - way]
+        stream.wait_stream(torch.cuda.current_stream())  # which made the source, or read what lay in ``to``
+        stream.wait_stream(other)  # which may still read or write the buffer
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Lets the current stream wait for a copy."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
+def in_buffer(buffer: Tensor, like: Tensor) -> Tensor:
+    """A dense tensor of the same shape, strides and dtype in the first bytes of a buffer."""
+    flat = buffer[: like.numel() * like.element_size()].view(like.dtype)
+    return flat.as_strided(like.shape, like.stride())
