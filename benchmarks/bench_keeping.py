@@ -24,10 +24,10 @@ CASES = {
         Case("llama3", LLAMA, 8, 65536, "auto"),
         ("all", "products", "inputs", "attention offloaded", "all offloaded", AUTO),
     ),
-    "packs of 64k, 16 layers": (Case("llama3", LLAMA, 16, 65536, "auto"), ("inputs", "products", AUTO)),
+    "packs of 64k, 16 layers": (Case("llama3", LLAMA, 16, 65536, "auto"), (AUTO, "inputs", "products")),
     "one document of 128k": (
         Case("llama3", LLAMA, 4, 131072, "auto", one_document=True),
-        ("inputs", "attention", "attention offloaded", "inputs offloaded"),
+        ("inputs", "attention", "attention offloaded"),
     ),
 }
 

@@ -21,6 +21,7 @@ OWNERS = (
     "bench_cp",
     "bench_data",
     "bench_dealing",
+    "bench_keeping",
     "bench_kernel",
     "bench_linear",
     "bench_models",

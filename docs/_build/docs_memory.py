@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from docs_figures import RESULTS, result, table
 
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.sizing.memory import GIB, predict
-from torchtitan_magi.sizing.predicted_run import MODES
+from torchtitan_magi.sizing.gpus import H100, H200
+from torchtitan_magi.sizing.keeping.kinds import AUTO, OF_MODE, as_option
+from torchtitan_magi.sizing.memory import GIB, host_memory, predict
+from torchtitan_magi.sizing.predicted_run import Place, predict_run
 from torchtitan_magi.sizing.run_setup import Setup
 
 LAYOUTS = [(gpus, tokens) for gpus in (2, 8) for tokens in (16384, 32768, 65536, 131072)]  # GPUs, tokens on each
@@ -27,9 +30,29 @@ def checkpointing_predicted() -> str:
     setup = Setup(shapes_of("llama3", "8B"), 1, compiled=True, compiled_loss=True)
     rows = []
     for gpus, tokens in LAYOUTS:
-        setups = [replace(setup, seq_len=gpus * tokens, cp=gpus, checkpointing=mode) for mode in MODES]
+        setups = [replace(setup, seq_len=gpus * tokens, cp=gpus, checkpointing=mode) for mode in OF_MODE]
         rows.append((gpus, f"{tokens:,}", *(f"{predict(each).total / GIB:.0f}" for each in setups)))
-    return table(("GPUs", "tokens per GPU", *MODES), rows)
+    return table(("GPUs", "tokens per GPU", *OF_MODE), rows)
+
+
+def chosen() -> str:
+    """What layers of Llama 3.1 8B are chosen to keep, of one document a pack on GPUs of one machine."""
+    rows = []
+    for gpu, gpus, tokens in (
+        (H200, 2, 16384),
+        (H200, 2, 131072),
+        (H100, 8, 16384),
+        (H100, 8, 65536),
+        (H100, 8, 131072),
+    ):
+        place = Place(gpu, 8, (np.array([gpus * tokens]),))
+        setup = Setup(shapes_of("llama3", "8B"), gpus * tokens, cp=gpus, compiled=True, compiled_loss=True)
+        auto, full = (predict_run(replace(setup, checkpointing=mode), place) for mode in (AUTO, "full"))
+        gib = f"{auto.memory.total / GIB:.0f} of {gpu.capacity / GIB:.0f}", f"{host_memory(auto.setup) / GIB:.0f}"
+        seconds = f"{auto.time.total:.1f}", f"{full.time.total:.1f}"
+        rows.append((f"{gpus} {gpu.name}", f"{tokens:,}", as_option(auto.setup.keepings), *gib, *seconds))
+    columns = "GPUs", "tokens per GPU", "layers keep", "GiB", "of the host's", "a step, s", "all recomputed, s"
+    return table(columns, rows)
 
 
 def comparisons(facts: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
@@ -72,5 +95,6 @@ def memory_measured() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "memory-checkpointing": checkpointing_predicted,
+    "memory-chosen": chosen,
     "memory-measured": memory_measured,
 }

@@ -247,12 +247,16 @@ def test_every_shipped_file_fits_and_says_how_long_it_takes(path, capsys, tmp_pa
     monkeypatch.chdir(tmp_path)
     command.main([str(path), "--packs", "2", "--json", "size.json"])
     text = " ".join(capsys.readouterr().out.split())
-    assert re.search(r" Fits: \d+ of 79 GiB on each of \d+ H100\. A step of ", text), text[:500]
+    assert re.search(r" Fits: \d+ of 79 GiB on each of \d+ H100\. For the backward layers [^.]* A step of ", text), (
+        text[:500]
+    )
     assert re.search(r" s: [\d,]+ tokens/s per GPU, MFU \d+%, attention at \d+% of ideal\. ", text)
     steps = tomllib.loads(path.read_text())["training"]["steps"]
     assert re.search(rf" {steps:,} steps = [\d.]+ (h|min|days)\. ", text)
     found = json.loads((tmp_path / "size.json").read_text())["run"]
     assert found["fits"]
+    assert found["host_memory"] <= 64 * GIB
+    assert re.fullmatch(r"\d+ [a-z]+( offloaded)?(, \d+ [a-z]+( offloaded)?)*", found["keep"])
     assert sum(found["memory"].values()) == found["memory_total"] < found["capacity"]
     assert sum(found["step"].values()) == pytest.approx(found["step_total"])
     assert found["hours"] == pytest.approx(steps * found["step_total"] / 3600)

@@ -17,6 +17,7 @@ LONG = pytest.mark.long
     ("kind", "degrees", "options"),
     [
         ("qwen3_5", {"ddp": 2, "cp": 2}, "--activation_checkpoint.mode full"),
+        ("qwen3_5", {"cp": 4}, "--activation_checkpoint.mode auto --magi.keep attention"),
         ("qwen3_5", {"tp": 2, "cp": 2}, "--activation_checkpoint.mode selective"),
         ("qwen3_5", {"cp": 2}, f"{COMPILED} --activation_checkpoint.mode none"),
         pytest.param("qwen3_5", {"tp": 2, "cp": 2}, f"{COMPILED} --activation_checkpoint.mode selective", marks=LONG),

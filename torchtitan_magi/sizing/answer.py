@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.sizing.memory import GIB, describe, predict, remedies
-from torchtitan_magi.sizing.predicted_run import MODES, PredictedRun
+from torchtitan_magi.sizing.keeping.kinds import AUTO, OF_MODE, as_option, in_words
+from torchtitan_magi.sizing.memory import GIB, describe, host_memory, predict, remedies
+from torchtitan_magi.sizing.predicted_run import PredictedRun
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.strategies.table import counted
 
@@ -71,7 +72,7 @@ def answer_lines(answer: Answer) -> list[str]:
 
 
 def verdict(answer: Answer) -> list[str]:
-    """Three sentences or four: whether it fits, how fast it is, how long it takes, what trees save."""
+    """Sentences: whether it fits and what layers keep, how fast it is, how long it takes, what trees save."""
     run, setup, gpu = answer.run, answer.run.setup, answer.run.place.gpu
     taken = f"{run.memory.total / GIB:.0f} of {gpu.capacity / GIB:.0f} GiB"
     where = f"one {gpu.name}" if setup.world_size == 1 else f"each of {setup.world_size:,} {gpu.name}"
@@ -86,7 +87,15 @@ def verdict(answer: Answer) -> list[str]:
     step += (
         f"{run.tokens_per_second:,.0f} tokens/s per GPU, MFU {run.mfu:.0%}, attention at {run.efficiency:.0%} of ideal."
     )
-    return [fits, step, _length(answer), *_sharing(answer)]
+    return [fits, *_keeping(setup), step, _length(answer), *_sharing(answer)]
+
+
+def _keeping(setup: Setup) -> Iterator[str]:
+    """What layers were chosen to keep."""
+    if setup.checkpointing == AUTO:
+        of_host = host_memory(setup) / GIB
+        beside = f", {of_host:.0f} GiB of the host's memory for each GPU" if of_host else ""
+        yield f"For the backward {in_words(setup.keepings)}{beside}."
 
 
 def _sharing(answer: Answer) -> Iterator[str]:
@@ -143,10 +152,10 @@ def _beside(left: list[str], right: list[str]) -> list[str]:
 def memory_lines(setups: list[Setup]) -> list[str]:
     """Predicted memory under several layouts: a table by activation checkpointing, and the parts for the run's own."""
     title = "GiB on each GPU as predicted, by activation_checkpoint.mode (selective: by operation)"
-    lines = [title, "", f"GPUs  T, tokens  {'  '.join(MODES)}"]
+    lines = [title, "", f"GPUs  T, tokens  {'  '.join(OF_MODE)}"]
     for setup in setups:
-        by_mode = (predict(replace(setup, checkpointing=mode, every=0)).total / GIB for mode in MODES)
-        cells = "  ".join(f"{gib:{len(mode)}.0f}" for mode, gib in zip(MODES, by_mode, strict=True))
+        by_mode = (predict(replace(setup, checkpointing=mode, every=0)).total / GIB for mode in OF_MODE)
+        cells = "  ".join(f"{gib:{len(mode)}.0f}" for mode, gib in zip(OF_MODE, by_mode, strict=True))
         lines.append(f"{setup.cp:4}  {setup.tokens:9,}  {cells}")
     own = (f"{counted(setup.cp, 'GPU')}: {describe(predict(setup))}" for setup in setups)
     return [*lines, "", *(textwrap.fill(text, WIDTH) for text in own)]
@@ -171,6 +180,8 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "fits": run.fits,
         "memory": run.memory.parts,
         "memory_total": run.memory.total,
+        "host_memory": host_memory(run.setup),
+        "keep": as_option(run.setup.keepings) if run.setup.checkpointing == AUTO else None,
         "capacity": run.place.gpu.capacity,
         "step": run.time.parts,
         "step_total": run.time.total,

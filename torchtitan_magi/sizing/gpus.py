@@ -64,8 +64,8 @@ PRODUCTS = 6.1e14
 # its backward takes: fitted to the packs of linear_h200.json, with errors of -21 to +14%.
 RULE, RULE_BACKWARD = 0.36, 2.7
 # Bytes per second between a GPU and pinned memory of the host, each way: PCIe 5 x16 as pinned copies reach it. Host
-# memory that is taken for a GPU where it is not known: half of its share of a machine with 2 TB and eight GPUs.
-HOST_LINK, HOST_MEMORY = 5e10, 128 * GIB
+# memory that a GPU's process can fill where it is not known: a quarter of a machine with 2 TB and eight GPUs.
+HOST_LINK, HOST_MEMORY = 5e10, 64 * GIB
 # flex_attention over our kernel, time of the same packs on one H200: train_rivals_h200.json.
 FLEX = 1.45
 

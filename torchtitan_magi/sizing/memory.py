@@ -129,7 +129,7 @@ def _lasting(setup: Setup) -> dict[str, int]:
         copies = setup.whole * setup.compute_bytes  # kept from one microbatch to the next
     return {
         "parameters": on_gpu,
-        "optimizer states": 2 * setup.trained * setup.param_bytes * (not setup.offload),
+        "optimizer states": 2 * setup.trained * (setup.state_bytes or setup.param_bytes) * (not setup.offload),
         "reference": on_gpu * (setup.reference and not setup.lora_rank),
         "gathered parameters": copies,
         "rotary positions": setup.seq_len * model.rotary_dim * (8 if model.model in ("qwen3", "qwen3_5") else 4),

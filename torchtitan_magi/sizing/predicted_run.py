@@ -13,14 +13,14 @@ from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.planning.cost_model import CostModel, FloatArray, Heads
 from torchtitan_magi.planning.plan import PlanSpec, plan_afresh
 from torchtitan_magi.sizing.gpus import HOST_MEMORY, Gpu
-from torchtitan_magi.sizing.keeping.choose import MARGIN, choose
+from torchtitan_magi.sizing.keeping.choose import MARGIN, MARGIN_OF_EXPERTS, Bound, choose
+from torchtitan_magi.sizing.keeping.kinds import AUTO
 from torchtitan_magi.sizing.memory import Prediction, host_memory, predict
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.step_time import StepTime, time_of_step
 from torchtitan_magi.sizing.strategies.outcomes import Case, plan_outcome
 from torchtitan_magi.sizing.strategies.pack_masks import mask_of, tokens_and_parents
 
-MODES = ("none", "selective", "full")  # of activation checkpointing, selective by operation
 ROOM = 0.95  # of a GPU's memory that is taken without care: PyTorch's allocator loses some between blocks
 WORTH = 0.01  # a change that saves less of a step is not named
 
@@ -103,11 +103,11 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
     setup = replace(setup, learned=place.learned, cp_per_machine=cp_in_node)
     work = _attention_work(setup, place)
 
-    def fits(mixed: Setup) -> bool:
-        return predict(mixed).total <= MARGIN * place.gpu.capacity and host_memory(mixed) <= place.host
-
-    if setup.checkpointing == "auto" and not setup.keeping:
-        setup = choose(setup, fits, lambda mixed: _time(mixed, place, work).total)
+    if setup.checkpointing == AUTO and not setup.keeping:
+        margin = MARGIN if setup.ep == 1 else MARGIN_OF_EXPERTS
+        gpu = Bound(lambda mixed: predict(mixed).total, margin * place.gpu.capacity)
+        host = Bound(host_memory, place.host)
+        setup = choose(setup, gpu, host, lambda mixed: _time(mixed, place, work).total)
     mean_tokens = float(np.mean([tokens_and_parents(pack)[0].sum() for pack in place.packs]))
     tokens = mean_tokens * setup.packs * setup.dp_shard * setup.dp_replicate * setup.microbatches
     return PredictedRun(setup, place, predict(setup), _time(setup, place, work), tokens, work.efficiency)
@@ -178,16 +178,19 @@ def _others(setup: Setup, place: Place) -> Iterator[Setup]:
     share = setup.cp * setup.tp * setup.dp_shard
     packs = setup.microbatches * setup.packs * setup.dp_shard
     heads, experts = math.gcd(setup.model.num_heads_q, setup.model.num_heads_kv), setup.model.experts
-    for cp, tp, mode in itertools.product(_powers(share), _powers(place.gpus_per_node), MODES):
+    modes = {setup.checkpointing, AUTO}
+    for cp, tp, mode in itertools.product(_powers(share), _powers(place.gpus_per_node), sorted(modes)):
         shard, rest = divmod(share, cp * tp)
         batches, uneven = divmod(packs, max(1, shard * setup.packs))
         if rest or uneven or heads % tp or setup.model.vocab_size % tp or setup.seq_len % (2 * cp * tp):
             continue
         if experts and tp != setup.tp:  # how experts are split changes with it
             continue
-        other = replace(setup, cp=cp, tp=tp, dp_shard=shard, microbatches=batches, checkpointing=mode, every=0)
-        if other != replace(setup, every=0) or setup.every:
-            yield other
+        other = replace(setup, cp=cp, tp=tp, dp_shard=shard, microbatches=batches, checkpointing=mode)
+        if mode == AUTO != setup.checkpointing:
+            other = replace(other, every=0)
+        if other != setup:
+            yield replace(other, keeping=()) if mode == AUTO else other
 
 
 def _powers(most: int) -> list[int]:
@@ -199,6 +202,6 @@ def _changed(before: Setup, after: Setup) -> str:
     degrees = {"context_parallel": "cp", "tensor_parallel": "tp", "data_parallel_shard": "dp_shard"}
     values = [(kind, getattr(before, name), getattr(after, name)) for kind, name in degrees.items()]
     options = [f"{kind}_degree = {now}" for kind, then, now in values if now != then]
-    if (after.checkpointing, after.every) != (before.checkpointing, before.every):
+    if after.checkpointing != before.checkpointing:
         options.append(f'activation_checkpoint.mode = "{after.checkpointing}"')
     return ", ".join(options)

@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.shapes import Parameters, adapters_of, heads_of_rank, num_moe_layers, parameters_of
 from torchtitan_magi.planning.cost_model import Heads
-from torchtitan_magi.sizing.keeping.kinds import ALL, INPUTS, OF_MODE, Keeping, parse
+from torchtitan_magi.sizing.keeping.kinds import ALL, AUTO, INPUTS, OF_MODE, Keeping, parse
 from torchtitan_magi.wording import quoted
 
 # Gives the value of an option "section.option" of a run. It is also told torchtitan 0.2.2's default, or all values with
@@ -40,6 +40,7 @@ class Setup:
         param_bytes, compute_bytes, reduce_bytes: bytes per element of stored parameters, of what is computed with, and
             of the gradients that are reduced.
         foreach: whether the optimizer, Adam or AdamW, steps all parameters at once by operations on lists of tensors.
+        state_bytes: bytes per element of its states; None: as of parameters.
         microbatches: of a step. schedule: in which order a pipeline computes them, ``at_once`` at a time.
         lora_rank, lora_targets: of adapters, where only these are trained.
         reference: whether a frozen copy of the model is there for preference training.
@@ -74,6 +75,7 @@ class Setup:
     compute_bytes: int = 2
     reduce_bytes: int = FLOAT32
     foreach: bool = False
+    state_bytes: int | None = None
     microbatches: int = 1
     schedule: str = "1F1B"
     at_once: int = 1
@@ -157,7 +159,7 @@ class Setup:
     def keepings(self) -> tuple[Keeping, ...]:
         """What each layer keeps for its backward; for "memory_budget", which keeps a part of all, as if it were all."""
         layers = self.model.num_layers
-        if self.checkpointing == "auto":
+        if self.checkpointing == AUTO:
             return self.keeping or (Keeping(INPUTS),) * layers
         if self.checkpointing == "selective" and self.every:
             return tuple(Keeping(ALL if (i + 1) % self.every else INPUTS) for i in range(layers))
@@ -201,9 +203,9 @@ def _has_reference(read: Read) -> bool:
 
 def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
     """The facts of a run that its options say; the others are as in ``Setup``."""
-    mode = read("activation_checkpoint.mode", ("selective", "full", "memory_budget", "none", "auto"))
+    mode = read("activation_checkpoint.mode", ("selective", "full", "memory_budget", "none", AUTO))
     keep = read("magi.keep", "")
-    if keep and mode != "auto":
+    if keep and mode != AUTO:
         raise ValueError(
             f"magi.keep is {quoted(keep)}, but activation_checkpoint.mode is {quoted(mode)}; set that to 'auto', or "
             "leave magi.keep out"
@@ -239,6 +241,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         compute_bytes=BYTES[computed if mixed else stored],
         reduce_bytes=BYTES[read("training.mixed_precision_reduce", DTYPES)],
         foreach=read("optimizer.implementation", "fused") == "foreach",
+        state_bytes=2 if read("optimizer.implementation", "fused") == "fused_opt_states_bf16" else None,
         microbatches=steps_of_batches * batch // packs,
         schedule=read("parallelism.pipeline_parallel_schedule", "1F1B"),
         at_once=batch // packs,

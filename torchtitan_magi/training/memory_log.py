@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.sizing.keeping.kinds import in_words
+from torchtitan_magi.sizing.keeping.kinds import AUTO, in_words
 from torchtitan_magi.sizing.memory import GIB, Prediction, describe, predict, remedies
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
 from torchtitan_magi.training.activations.decide import decided, note_beyond
@@ -53,7 +53,7 @@ def memory_of_run(
         cp_per_machine=tuple(machines) if machines else None,
     )
     folder = Path(job_config.job.dump_folder)
-    if setup.checkpointing == "auto":
+    if setup.checkpointing == AUTO:
         setup = decided(setup, folder)
     return MeasuredMemory(setup, log_prediction(setup), device_type, folder)
 
@@ -105,7 +105,7 @@ class MeasuredMemory:
         return {"memory/outside_pytorch(GiB)": outside / GIB}
 
     def _note(self, measured: int | None) -> None:
-        if self.setup.checkpointing == "auto" and (measured is None or is_first_rank()):
+        if self.setup.checkpointing == AUTO and (measured is None or is_first_rank()):
             note_beyond(self.setup, self.folder, measured)
 
     @contextmanager
@@ -118,7 +118,7 @@ class MeasuredMemory:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            if self.setup.checkpointing != "auto":
+            if self.setup.checkpointing != AUTO:
                 raise
             self._note(None)
             raise RuntimeError(

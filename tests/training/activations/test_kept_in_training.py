@@ -3,7 +3,8 @@
 import functools
 
 import pytest
-from support.runs import TITAN, train
+from support.hf_loop import pairs_file
+from support.runs import IS_0_3, new_folder, train
 
 MIX = "1 inputs offloaded, 1 attention offloaded, 1 products, 1 all"
 MIXES = {
@@ -16,6 +17,8 @@ MIXES = {
     "inputs": "inputs",
 }
 CP = "--parallelism.context_parallel_degree 2"
+CHECKPOINTS = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.async_mode disabled"
+MOE = "debugmodel_moe" + ("" if IS_0_3 else "_varlen")
 LAYOUTS = {  # processes, options
     "compiled": (1, "--compile.enable"),
     "CP 2": (2, CP),
@@ -24,6 +27,8 @@ LAYOUTS = {  # processes, options
     "accumulated": (1, "--training.global_batch_size 4 --training.local_batch_size 2"),
     "PP 2": (2, "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4"),
     "LoRA": (1, "--magi.lora.rank 4"),
+    "experts, EP 2": (2, f"--model.name qwen3 --model.flavor {MOE} {CP} --parallelism.expert_parallel_degree 2"),
+    "DPO": (1, "--training.dataset dpo --training.dataset_path PAIRS"),
 }
 
 
@@ -44,6 +49,7 @@ def offload_everything(report):
 def run(keep, processes=1, options=""):
     mode = "none" if keep is None else "auto"
     arguments = ["--activation_checkpoint.mode", mode, *options.split()]
+    arguments = [argument.replace("PAIRS", str(pairs_file())) for argument in arguments]
     arguments += [] if keep is None else ["--magi.keep", keep]
     return train(processes, arguments, layers=4, entry="torchtitan_magi.train", setup=offload_everything)
 
@@ -65,8 +71,23 @@ def test_what_layers_keep_changes_no_loss(mix):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mix_changes_no_loss_in_any_layout(layout):
-    if TITAN == "0.2.2" and layout in ("PP 2", "LoRA"):
+    if not IS_0_3 and layout in ("PP 2", "LoRA"):
         pytest.skip("torchtitan 0.2.2 has none")
     found, expected = run(MIX, *LAYOUTS[layout]), run(None, *LAYOUTS[layout])
     assert steps_of(found) == pytest.approx(steps_of(expected), rel=1e-5)
     assert found.of("host memory")
+
+
+def test_a_killed_run_goes_on_with_another_mix():
+    options = f"{CHECKPOINTS} --training.steps 6 --activation_checkpoint.mode auto"
+
+    def part(keep, folder, until=None):
+        arguments = ["--magi.keep", keep, *options.split(), "--job.dump_folder", folder]
+        return train(1, arguments, layers=4, entry="torchtitan_magi.train", setup=offload_everything, until=until)
+
+    whole, folder = part("all", new_folder()), new_folder()
+    part(MIX, folder, lambda run: len(run.of("metrics")) == 5)
+    rest = part("attention offloaded", folder)
+    count = len(rest.losses)
+    assert 0 < count < 6
+    assert steps_of(rest) == pytest.approx(whole.losses[-count:] + whole.grad_norms[-count:], rel=1e-6)

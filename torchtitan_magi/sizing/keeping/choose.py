@@ -1,71 +1,94 @@
 """Chooses what each layer keeps for its backward: the fastest mix that fits, by predicted memory and time."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from torchtitan_magi.sizing.keeping.kinds import INPUTS, KEPT, Keeping
+from torchtitan_magi.sizing.keeping.kinds import KEPT, Keeping
 from torchtitan_magi.sizing.run_setup import Setup
 
 MARGIN = 0.91  # of a GPU's memory that a choice may fill: predictions are off by up to 6%, and allocators lose some
+MARGIN_OF_EXPERTS = 0.8  # where they are shared out over ranks, of which the busiest takes more than is predicted
 OFFLOAD_COST = 0.02  # of a layer's time that its offloading is taken to cost where its copies hide
 GAIN = 0.001  # a further kind of layer that saves less of a step is not worth a longer list
 KINDS = tuple(Keeping(kept, offloaded) for offloaded in (False, True) for kept in KEPT)
+Stage = tuple[Keeping, ...]  # what each layer of a stage keeps
 
 
-def choose(setup: Setup, fits: Callable[[Setup], bool], seconds: Callable[[Setup], float]) -> Setup:
+@dataclass(frozen=True)
+class Bound:
+    """What a setup takes of some memory, and what there is, in bytes."""
+
+    takes: Callable[[Setup], int]
+    most: float
+
+
+def choose(setup: Setup, gpu: Bound, host: Bound, seconds: Callable[[Setup], float]) -> Setup:
     """The setup with ``keeping`` chosen. Every stage of a pipeline keeps alike.
 
-    Offloaded layers come first, as they are needed last; of the others those that keep the most come last, so that what
-    is computed again in a backward finds the room that later layers have left.
+    Of two kinds each bound leaves a range of how many layers may have the one, and time is linear in it, so the best is
+    at an end of what both leave. Offloaded layers come first, as they are needed last.
 
     Args:
-        fits: whether a setup has room on GPU and host.
         seconds: of a step.
 
     Returns:
-        The fastest that fits; where none does, that which keeps the least.
+        The fastest that fits both bounds, of two kinds or a few more; where none does, that which takes the least of
+        the GPU.
     """
-    size = -(-setup.model.num_layers // setup.pp)  # layers of a stage
-    found: dict[tuple[Keeping, ...], tuple[float, Setup]] = {}
+    size = -(-setup.model.num_layers // setup.pp)
 
-    def evaluate(stage: tuple[Keeping, ...]) -> float:
-        """Seconds, infinite if it does not fit."""
-        if stage not in found:
-            mixed = replace(setup, keeping=(stage * setup.pp)[: setup.model.num_layers])
-            offloaded = sum(keeping.offloaded for keeping in stage) / size
-            time = seconds(mixed) * (1 + OFFLOAD_COST * offloaded) if fits(mixed) else float("inf")
-            found[stage] = time, mixed
-        return found[stage][0]
+    def mixed(stage: Stage) -> Setup:
+        return replace(setup, keeping=(stage * setup.pp)[: setup.model.num_layers])
 
-    best = min(((kind,) * size for kind in KINDS), key=evaluate)
-    for low in (kind for kind in KINDS if evaluate((kind,) * size) < float("inf")):
-        best = min([best, *_mixes((low,) * size, evaluate)], key=evaluate)
-    if evaluate(best) == float("inf"):
-        return replace(setup, keeping=(Keeping(INPUTS),) * setup.model.num_layers)
-    while (further := min([best, *_mixes(best, evaluate)], key=evaluate)) != best:
-        if evaluate(further) > (1 - GAIN) * evaluate(best):
-            break
+    @functools.cache
+    def fits(stage: Stage, bound: Bound) -> bool:
+        return bound.takes(mixed(stage)) <= bound.most
+
+    @functools.cache
+    def cost(stage: Stage) -> float:
+        """Seconds, infinite where it does not fit."""
+        if not (fits(stage, host) and fits(stage, gpu)):
+            return float("inf")
+        return seconds(mixed(stage)) * (1 + OFFLOAD_COST * sum(keeping.offloaded for keeping in stage) / size)
+
+    def ends(stages: Sequence[Stage]) -> Iterator[Stage]:
+        """The first and the last that fit, of stages that take more and more of each memory, or less and less."""
+        ranges = [_where([*stages], lambda stage, bound=bound: fits(stage, bound)) for bound in (gpu, host)]  # type: ignore[misc]
+        first, last = max(low for low, _ in ranges), min(high for _, high in ranges)
+        if first <= last:
+            yield from {stages[first], stages[last]}
+
+    def best_of(families: Iterable[Sequence[Stage]]) -> Stage:
+        return min((stage for stages in families for stage in ends(stages)), key=cost, default=(KINDS[0],) * size)
+
+    best = best_of(_with((first,) * size, last, size) for first, last in itertools.permutations(KINDS, 2))
+    if cost(best) == float("inf"):
+        alike = [(kind,) * size for kind in KINDS]
+        return mixed(min((stage for stage in alike if fits(stage, host)), key=lambda stage: gpu.takes(mixed(stage))))
+    while True:
+        further = best_of(_with(best, kind, size) for kind in KINDS)
+        if cost(further) > (1 - GAIN) * cost(best):
+            return mixed(best)
         best = further
-    return found[best][1]
 
 
-def _mixes(
-    stage: tuple[Keeping, ...], evaluate: Callable[[tuple[Keeping, ...]], float]
-) -> Iterator[tuple[Keeping, ...]]:
-    """The stage with as many layers of another kind as fit: its last ones, or its first if these are offloaded."""
-    for kind in KINDS:
-        few, many = 0, len(stage) + 1
-        while many - few > 1:
-            count = (few + many) // 2
-            if evaluate(_changed(stage, kind, count)) < float("inf"):
-                few = count
-            else:
-                many = count
-        if few:
-            yield _changed(stage, kind, few)
-
-
-def _changed(stage: tuple[Keeping, ...], kind: Keeping, count: int) -> tuple[Keeping, ...]:
+def _with(stage: Stage, kind: Keeping, size: int) -> list[Stage]:
+    """The stage with none to all of its layers of another kind: its last ones, or its first if these are offloaded."""
     if kind.offloaded:
-        return (kind,) * count + stage[count:]
-    return stage[: len(stage) - count] + (kind,) * count
+        return [(kind,) * count + stage[count:] for count in range(size + 1)]
+    return [stage[: size - count] + (kind,) * count for count in range(size + 1)]
+
+
+def _where(stages: list[Stage], fits: Callable[[Stage], bool]) -> tuple[int, int]:
+    """First and last of the stages that fit, if those that do are the first or the last ones; else an empty range."""
+    last = len(stages) - 1
+    at_first, at_last = fits(stages[0]), fits(stages[last])
+    if at_first == at_last:
+        return (0, last) if at_first else (1, 0)
+    low, high = 0, last  # of which one fits
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(stages[middle]) == at_first else (low, middle)
+    return (0, low) if at_first else (high, last)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torchtitan_magi.wording import quoted
 
 ALL, PRODUCTS, ATTENTION, INPUTS = "all", "products", "attention", "inputs"
+AUTO = "auto"  # mode of activation checkpointing under which layers keep what is chosen
 KEPT = (ALL, PRODUCTS, ATTENTION, INPUTS)  # the most first
 OF_MODE = {"none": ALL, "selective": PRODUCTS, "full": INPUTS}  # torchtitan's modes; selective by operation
 OFFLOADED = "offloaded"

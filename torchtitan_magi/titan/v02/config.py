@@ -20,7 +20,6 @@ from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.wording import quoted
 
 HOOK = "torchtitan_magi.titan"
-AUTO = "auto"  # mode of activation checkpointing that is ours
 
 
 @dataclass

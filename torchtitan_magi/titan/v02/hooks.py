@@ -34,9 +34,9 @@ from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.tools import profiling, utils
 
 from torchtitan_magi.attention.op import attention_op
-from torchtitan_magi.sizing.keeping.kinds import ATTENTION, INPUTS, PRODUCTS
+from torchtitan_magi.sizing.keeping.kinds import ATTENTION, AUTO, INPUTS, PRODUCTS
 from torchtitan_magi.titan.v02.attention import PlanMetadata
-from torchtitan_magi.titan.v02.config import AUTO, check_expert_degrees, check_expert_tensor_degree
+from torchtitan_magi.titan.v02.config import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.titan.v02.cpu import TorchOfExperts
 from torchtitan_magi.titan.v02.experts import GateStyle, LayerStyle, prepare_input, token_dispatch
 from torchtitan_magi.titan.v02.models import check_name

@@ -19,10 +19,11 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.sizing.keeping.kinds import AUTO
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.attention import VarlenAttentionWrapper
 from torchtitan_magi.titan.v02.components import MagiMetricsProcessor, MagiTokenizer, MagiValidator
-from torchtitan_magi.titan.v02.config import AUTO, check_experts, check_job_config, without_context_parallel
+from torchtitan_magi.titan.v02.config import check_experts, check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.cpu import prepare_model
 from torchtitan_magi.titan.v02.models import (
     MODELS,

@@ -79,8 +79,8 @@ def _beyond(setup: Setup, folder: Path) -> int:
 def _read(folder: Path) -> dict[str, int]:
     """Bytes by setup; nothing where there is no such file, or no longer a whole one."""
     with suppress(OSError, ValueError):
-        found = json.loads(read_text(folder / FILE))
-        return {key: value for key, value in found.items() if isinstance(value, int)}
+        if isinstance(found := json.loads(read_text(folder / FILE)), dict):
+            return {key: value for key, value in found.items() if isinstance(value, int)}
     return {}
 
 

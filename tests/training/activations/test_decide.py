@@ -1,0 +1,131 @@
+"""The decision before the first step: the same on all ranks, said in one line, corrected by what runs took."""
+
+import json
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.runs import call
+
+from torchtitan_magi.models.published import published_sizes
+from torchtitan_magi.sizing.keeping.kinds import parse
+from torchtitan_magi.sizing.memory import GIB, predict
+from torchtitan_magi.sizing.run_setup import Setup
+from torchtitan_magi.training.activations import decide
+from torchtitan_magi.training.activations.decide import decided, note_beyond
+
+SETUP = Setup(published_sizes("Llama-3.1-8B"), 2**20, cp=8, checkpointing="auto", compiled=True, compiled_loss=True)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Eight ranks on H100s of one machine with 1,000 GiB; values of the first rank can be changed."""
+    first = {"memory": int(79.1 * GIB), "available": 1000 * GIB, "hosts": ["a"] * 8}
+    properties = SimpleNamespace(total_memory=int(79.1 * GIB), name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(decide, "_available_memory", lambda: 1000 * GIB)
+
+    def gathered(mine):
+        of_first = min(first["memory"], mine[0]), first["available"]
+        return [(*of_first, first["hosts"][0]), *((*mine[:2], host) for host in first["hosts"][1:])]
+
+    monkeypatch.setattr(decide, "gathered", gathered)
+    return first
+
+
+def said(caplog):
+    (line,) = [record.getMessage() for record in caplog.records if "Activation checkpointing" in record.getMessage()]
+    caplog.clear()
+    return line
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def test_the_decision_is_one_line_that_can_be_repeated(machine, tmp_path, log):
+    found = decided(SETUP, tmp_path)
+    line = said(log)
+    assert line.startswith("Activation checkpointing: layers 0-")
+    assert f"; {predict(found).total / GIB:.1f} of 79.1 GiB, " in line
+    assert " of 75.0 GiB of the host's; recomputation " in line
+    repeated = parse(line.split('magi.keep = "')[1].split('"')[0], 32)
+    assert repeated == found.keeping
+    pinned = decided(replace(SETUP, keeping=repeated), tmp_path)
+    assert pinned == found
+    assert said(log) == line
+
+
+def test_all_ranks_take_the_least_that_any_has(machine, tmp_path):
+    whole = decided(SETUP, tmp_path)
+    machine["memory"] = 76 * GIB
+    small = decided(SETUP, tmp_path)
+    assert predict(small).total < 0.915 * 76 * GIB < predict(whole).total
+    machine["memory"], machine["available"] = int(79.1 * GIB), 100 * GIB  # 7.5 GiB for each of eight ranks
+    assert sum(keeping.offloaded for keeping in decided(SETUP, tmp_path).keeping) < 8
+    machine["hosts"] = [*"aabbccdd"]  # two ranks on each, which have more of it
+    assert sum(keeping.offloaded for keeping in decided(SETUP, tmp_path).keeping) > 8
+
+
+def test_what_a_run_took_corrects_the_next_decision(machine, tmp_path, log):
+    first = decided(SETUP, tmp_path)
+    said(log)
+    note_beyond(first, tmp_path, predict(first).total + 4 * GIB)
+    second = decided(SETUP, tmp_path)
+    assert " of 75.1 GiB" in said(log)
+    assert predict(second).total <= 0.91 * 75.1 * GIB
+    note_beyond(second, tmp_path, None)  # it ran out of memory
+    assert decided(SETUP, tmp_path) != second
+    assert f" of {75.1 - 0.05 * 79.1:.1f} GiB" in said(log)
+    note_beyond(second, tmp_path, predict(second).total)
+    assert decided(SETUP, tmp_path) == first
+    other = replace(SETUP, seq_len=2**19)
+    assert decided(other, tmp_path) == decided(other, tmp_path / "none")  # of another setup nothing is noted
+
+
+def test_a_note_that_cannot_be_read_is_none(machine, tmp_path):
+    first = decided(SETUP, tmp_path)
+    for content in (b"{", b"[1]", b"\xff", json.dumps({"a": "b"}).encode()):
+        (tmp_path / decide.FILE).write_bytes(content)
+        assert decided(SETUP, tmp_path) == first
+
+
+def test_without_a_gpu_layers_keep_all(tmp_path, log):
+    assert {str(keeping) for keeping in decided(replace(SETUP, gpu=False), tmp_path).keeping} == {"all"}
+    assert said(log) == "Activation checkpointing: layers 0-31 keep all"
+
+
+def out_of_memory(mode, folder):
+    """The error of a step that runs out of memory, and what is noted."""
+    from unittest import mock
+
+    from torchtitan_magi.training.memory_log import MeasuredMemory
+
+    setup = replace(SETUP, checkpointing=mode, keeping=parse("all", 32) if mode == "auto" else ())
+    properties = SimpleNamespace(total_memory=80 * GIB)
+    gpu = {"current_device": lambda: 0, "get_device_properties": lambda _: properties}
+    with mock.patch.multiple(torch.cuda, **gpu):
+        try:
+            with MeasuredMemory(setup, predict(setup), "cpu", folder).noting():
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        except RuntimeError as error:
+            return (
+                type(error).__name__,
+                str(error),
+                [*folder.glob("*")] and json.loads((folder / decide.FILE).read_text()),
+            )
+
+
+def test_a_run_that_is_out_of_memory_says_what_layers_kept(tmp_path):
+    kind, text, noted = call(out_of_memory, "auto", tmp_path)
+    assert kind == "RuntimeError"
+    assert text.startswith("out of memory with layers 0-31 keep all, predicted to take ")
+    assert "(CUDA out of memory. Tried to allocate 2 GiB); start again: the next decision leaves more free" in text
+    assert list(noted.values()) == [int(0.05 * 80 * GIB)]
+    kind, text, noted = call(out_of_memory, "full", tmp_path / "other")
+    assert (kind, text, noted) == ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", [])
