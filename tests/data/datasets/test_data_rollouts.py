@@ -139,6 +139,23 @@ def test_logprobs_are_of_the_tokens_that_are_learned(tmp_path):
         list(packed([{"prompt_ids": [1], "completion_ids": [2], "advantage": 1, "logprobs": [-1, -1]}], 128))
 
 
+def test_logprobs_that_no_sampled_token_has():
+    record = {"prompt_ids": [1], "completion_ids": [2, 3], "advantage": 1, "logprobs": [-1, -9999.0]}
+    with pytest.raises(ValueError, match=r"rollouts\[0\]: completions\[0\].logprobs has -9999, and no policy samples"):
+        list(packed([record], 128))
+    ((inputs, _),) = packed([record | {"completion_mask": [1, 0]}], 128)
+    assert inputs["behaviour"][0] == -1
+    assert inputs["behaviour"][1:].isnan().all()
+
+
+@pytest.mark.parametrize("value", [{(1, 2): 3}, {"x": {}}], ids=["a key that is no text", "an object in itself"])
+def test_records_that_are_no_json(value):
+    if "x" in value:
+        value["x"]["y"] = value
+    with pytest.raises(ValueError, match=r"^rollouts cannot be written as JSON \(.*\); give plain values$"):
+        packed([value | {"prompt_ids": [1], "completion_ids": [2], "advantage": 1}], 128)
+
+
 def test_a_file_and_a_list_have_the_same_packs(tmp_path):
     answers = [{"completion": f"answer {i}", "reward": i} for i in range(4)]
     records = [{"prompt": f"question {i}", "completions": answers} for i in range(9)]
