@@ -1,6 +1,8 @@
 """Packs of rollouts: each answer once, with the tokens, labels, advantage and log-probabilities that it has alone."""
 
 import functools
+import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,6 +110,17 @@ def test_rewards_are_compared_in_their_group_also_where_it_is_cut():
         assert len(packs) == 4  # an answer each
         found = {int(pack["input"][151]) - 7: float(pack["advantages"][0]) for pack, _ in packs}
         assert [found[i] for i in range(4)] == pytest.approx(group_advantages(rewards, scale).tolist())
+
+
+def test_a_record_is_compared_with_its_checksum_once_for_all_its_answers(monkeypatch):
+    compared = []
+    monkeypatch.setattr(
+        "torchtitan_magi.data.tokens.token_block.zlib",
+        SimpleNamespace(crc32=lambda data: compared.append(len(data)) or zlib.crc32(data)),
+    )
+    answers = [{"completion_ids": [7 + i], "logprobs": [-1.0], "advantage": 1} for i in range(50)]
+    assert len(list(packed([{"prompt_ids": [5] * 150, "completions": answers}], 1024))) == 1
+    assert compared == [50 * 151] * 3  # when it is made, packed and laid out
 
 
 def test_a_long_answer_loses_its_end():
