@@ -211,7 +211,7 @@ class ChatTemplate:
 
     def _frame(self, after_tool: bool, kwargs: Kwargs) -> Frame:
         """What the template writes around an assistant's turn after a tool's answer, or after another message."""
-        key = (after_tool, json.dumps(kwargs, sort_keys=True))
+        key = (after_tool, json.dumps(kwargs, sort_keys=True, default=repr))  # a table may have dates
         if key not in self._frames:
             if len(self._frames) == _MAX_FRAMES:
                 self._frames.clear()
