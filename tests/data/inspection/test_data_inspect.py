@@ -646,9 +646,13 @@ def test_answers_that_begin_alike_or_are_equal_are_each_learned(inspect):
     assert not [text for text in warnings_of(inspect([record])) if "is learned" in text]
 
 
-def test_sampled_tokens_may_end_anywhere(inspect):
-    records = [{"prompt_ids": [5], "completions": [{"completion_ids": [7, 8], "advantage": 1}]}] * 3
+def test_sampled_tokens_may_end_anywhere_and_be_masked(inspect):
+    answer = {"completion_ids": [7, 8], "advantage": 1}
+    masked = answer | {"completion_mask": [0, 0]}
+    records = [{"prompt_ids": [5], "completions": [answer, masked]}] * 3
     assert not [warning for warning in inspect(records, kind="rollouts").warnings if warning.level == "wrong"]
+    none = warnings_of(inspect([{"prompt_ids": [5], "completions": [masked, masked]}], kind="rollouts"))
+    assert [text for text in none if text.startswith("nothing is learned in 1 record")]
 
 
 def test_token_ids_that_the_tokenizer_lacks(inspect, tmp_path):

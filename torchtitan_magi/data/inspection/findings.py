@@ -127,11 +127,12 @@ class Checker:
         unknown = getattr(self.chat.tokenizer.model, "unk_token", None)
         if unknown and any((part.tokens == self.chat.tokenizer.token_to_id(unknown)).any() for part in parts):
             yield "unknown", unknown
-        is_ids = "prompt_ids" in record  # no template wrote them, and a sampled answer may be cut off
+        is_ids = "prompt_ids" in record  # no template wrote them, and an answer may be cut off, or masked for that
         if is_ids and (largest := max(int(part.tokens.max()) for part in parts)) >= self._num_ids:
             yield "id", str(largest)
         answers = [part for part in parts if part.name != "prompt" and part.counts]
-        if not answers or not all(part.learned.any() for part in answers):
+        learned = [part.learned.any() for part in answers]
+        if not any(learned) or not (is_ids or all(learned)):
             yield "nothing", ""
             return
         if "text" in record:
