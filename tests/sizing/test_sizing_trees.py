@@ -34,6 +34,7 @@ context_parallel_degree = 4
 data_parallel_shard_degree = 1
 [magi]
 share_prefixes = {shared}
+{more}
 """
 
 
@@ -44,8 +45,8 @@ def size(tmp_path, monkeypatch, capsys):
     shutil.copytree(corpus() / "tokenizer", "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(llama(512, 1024, 2, 8, num_key_value_heads=2)))
 
-    def size(path, *options, shared="true", dataset="sft"):
-        (tmp_path / "run.toml").write_text(RUN.format(path=path, shared=shared, dataset=dataset))
+    def size(path, *options, shared="true", dataset="sft", more=""):
+        (tmp_path / "run.toml").write_text(RUN.format(path=path, shared=shared, dataset=dataset, more=more))
         command.main(["run.toml", "--packs", "99", "--json", "size.json", *options])
         return " ".join(capsys.readouterr().out.split()), json.loads((tmp_path / "size.json").read_text())
 
@@ -136,3 +137,22 @@ def test_rollouts_are_sized_as_trees_and_without_a_file_by_the_histogram(size, t
     assert figures["packs"][0]["tokens"] <= SEQ_LEN
     assert "is not there yet" not in said
     assert "what open_trainer will be given is not there yet" in size("", shared="false", dataset="rollouts")[0]
+
+
+def test_records_are_read_and_packed_as_the_runs_file_says(size, tmp_path, capsys):
+    long = {"text": "the hat " * 4000}
+    write_jsonl(path := tmp_path / "data.jsonl", [{"a": 1}, long, long])
+    with pytest.raises(SystemExit):
+        size(path, shared="false")
+    assert "data.jsonl:1: the record has only the keys ['a']" in capsys.readouterr().err
+    skips = 'bad_records = "skip"\ntoken_cache = "tokens"'
+    truncated = size(path, shared="false", more=skips)[1]["run"]["epochs"]
+    assert list((tmp_path / "tokens").iterdir())
+    split = size(path, shared="false", more=f'{skips}\nlong_documents = "split"')[1]["run"]["epochs"]
+    assert split < truncated / 2
+    write_jsonl(path, [{"prompt": "the hat " * 100, "chosen": "a cat", "rejected": "a dog"}])
+    shares, apart = (
+        size(path, shared="false", dataset="dpo", more=more)[1]["packs"][0]["tokens"]
+        for more in ("", "[magi.dpo]\nshared_prompt = false")
+    )
+    assert apart > 1.9 * shares

@@ -35,6 +35,7 @@ from torchtitan_magi.sizing.run_file import (
     missing_data,
     notes_on,
     options_of,
+    reading_of,
     setup_of_file,
     steps_of,
 )
@@ -110,7 +111,9 @@ def _packs(options: argparse.Namespace, run: RunFile | None) -> Sample:
     if run is not None and options.source in DISTRIBUTIONS:  # the data are not there
         documents = sample(options.source, total, options.packs, options.seed)
         return pairs_of(documents) if options.dataset == "dpo" else documents
-    return sample(options.source, total, options.packs, options.seed, options.tokenizer, options.dataset, shares)
+    reading = {} if run is None else reading_of(run, options.dataset)
+    of_records = options.tokenizer, options.dataset, shares, reading
+    return sample(options.source, total, options.packs, options.seed, *of_records)
 
 
 def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespace) -> Answer:

@@ -91,6 +91,21 @@ def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def reading_of(run: RunFile, dataset: str) -> dict[str, Any]:
+    """How a run reads records of a kind and packs them, as options of the class that does."""
+    options = {
+        "bad_records": run.read("magi.bad_records", ("error", "skip")),
+        "shuffle": run.read("magi.shuffle", True),
+    }
+    if folder := run.read("magi.token_cache", ""):
+        options["token_cache"] = folder
+    if dataset == "sft":
+        options["long_documents"] = run.read("magi.long_documents", ("truncate", "split"))
+    if dataset == "dpo":
+        options["shared_prompt"] = run.read("magi.dpo.shared_prompt", True)
+    return options
+
+
 def path_of(run: RunFile) -> str:
     """training.dataset_path, which is "" for rollouts that a program gives step by step."""
     given_by_step = run.read("training.dataset", str) == "rollouts"

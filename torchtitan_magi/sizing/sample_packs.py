@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def sample(
     tokenizer: str | Path | None = None,
     dataset: str = "sft",
     share_prefixes: bool = False,
+    reading: Mapping[str, Any] | None = None,
 ) -> Sample:
     """Document lengths of each of up to ``count`` packs of at most ``total`` tokens.
 
@@ -77,6 +78,7 @@ def sample(
         tokenizer: a data set's: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
         dataset: "sft"; "dpo": the data set has preference pairs, which share their prompt; "rollouts": sampled answers.
         share_prefixes: records of the data set that begin with the same tokens are packed as trees.
+        reading: other options of the class that packs the data set, see ``PackedDataset``.
 
     Raises:
         ValueError: a number out of range, an unknown name, a file that cannot be read or holds no lengths, a data set
@@ -110,7 +112,7 @@ def sample(
         )
     if tokenizer is None:
         raise ValueError(f"{shown(source)} is a data set; give --tokenizer, the directory that holds tokenizer.json")
-    return read_data_set(source, Path(tokenizer), total, count, seed, dataset, share_prefixes)
+    return read_data_set(source, Path(tokenizer), total, count, seed, dataset, share_prefixes, **(reading or {}))
 
 
 def pairs_of(documents: Sample) -> Sample:
@@ -206,11 +208,12 @@ def pack_lengths(lengths: Int64Array, total: int, count: int, seed: int) -> list
 
 
 def read_data_set(
-    paths: str, tokenizer: Path, total: int, count: int, seed: int, kind: str, share_prefixes: bool = False
+    paths: str, tokenizer: Path, total: int, count: int, seed: int, kind: str, share_prefixes: bool, **reading: Any
 ) -> Sample:
     """Packs as training makes them of records, whose tokens are kept. Raises ValueError for bad records and assets."""
     chat = load_chat_tokenizer(tokenizer)
     options: dict[str, Any] = {"seed": seed, "epochs": 1, "check": False, "token_cache": default_folder()}
+    options |= reading
     if kind == "dpo":
         dataset: PackedDataset = PackedPairDataset(paths, chat.pair, total, **options)
     elif kind == "rollouts":
@@ -230,11 +233,11 @@ def read_data_set(
 
 
 def _packs_of_pairs(items: Sequence[dict[str, Any]]) -> list[Int64Array]:
-    """Prompt, chosen and rejected of each pair, [n, 3]; or trees, if some prompt has more answers."""
+    """Prompt, chosen and rejected of each pair, [n, 3]; or trees, if some prompt has more answers or is not shared."""
     packs = []
     for inputs in items:
         start, end, shared = inputs["documents"].astype(np.int64).T
-        if len(start) != 2 * len(inputs["pairs"]) or shared[::2].any():
+        if len(start) != 2 * len(inputs["pairs"]) or shared[::2].any() or not shared[1::2].all():
             return [pack_of_trees(each["documents"]) for each in items]
         first, second = (end - start).reshape(-1, 2).T
         packs.append(np.stack([shared[1::2], first - shared[1::2], second], 1))

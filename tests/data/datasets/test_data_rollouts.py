@@ -1,6 +1,8 @@
 """Packs of rollouts: each answer once, with the tokens, labels, advantage and log-probabilities that it has alone."""
 
 import functools
+import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,6 +112,17 @@ def test_rewards_are_compared_in_their_group_also_where_it_is_cut():
         assert [found[i] for i in range(4)] == pytest.approx(group_advantages(rewards, scale).tolist())
 
 
+def test_a_record_is_compared_with_its_checksum_once_for_all_its_answers(monkeypatch):
+    compared = []
+    monkeypatch.setattr(
+        "torchtitan_magi.data.tokens.token_block.zlib",
+        SimpleNamespace(crc32=lambda data: compared.append(len(data)) or zlib.crc32(data)),
+    )
+    answers = [{"completion_ids": [7 + i], "logprobs": [-1.0], "advantage": 1} for i in range(50)]
+    assert len(list(packed([{"prompt_ids": [5] * 150, "completions": answers}], 1024))) == 1
+    assert compared == [50 * 151] * 3  # when it is made, packed and laid out
+
+
 def test_a_long_answer_loses_its_end():
     answer = {"completion_ids": list(range(1, 201)), "logprobs": [-1.0] * 200, "advantage": 1.0}
     dataset = packed([{"prompt_ids": [5] * 10} | answer], 128)
@@ -137,6 +150,23 @@ def test_logprobs_are_of_the_tokens_that_are_learned(tmp_path):
         list(packed(records, 128))
     with pytest.raises(ValueError, match=r"rollouts\[0\]: .*2 logprobs for 1 tokens"):
         list(packed([{"prompt_ids": [1], "completion_ids": [2], "advantage": 1, "logprobs": [-1, -1]}], 128))
+
+
+def test_logprobs_that_no_sampled_token_has():
+    record = {"prompt_ids": [1], "completion_ids": [2, 3], "advantage": 1, "logprobs": [-1, -9999.0]}
+    with pytest.raises(ValueError, match=r"rollouts\[0\]: completions\[0\].logprobs has -9999, and no policy samples"):
+        list(packed([record], 128))
+    ((inputs, _),) = packed([record | {"completion_mask": [1, 0]}], 128)
+    assert inputs["behaviour"][0] == -1
+    assert inputs["behaviour"][1:].isnan().all()
+
+
+@pytest.mark.parametrize("value", [{(1, 2): 3}, {"x": {}}], ids=["a key that is no text", "an object in itself"])
+def test_records_that_are_no_json(value):
+    if "x" in value:
+        value["x"]["y"] = value
+    with pytest.raises(ValueError, match=r"^rollouts cannot be written as JSON \(.*\); give plain values$"):
+        packed([value | {"prompt_ids": [1], "completion_ids": [2], "advantage": 1}], 128)
 
 
 def test_a_file_and_a_list_have_the_same_packs(tmp_path):

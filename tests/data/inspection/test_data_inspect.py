@@ -632,3 +632,61 @@ def test_rollouts_as_text_and_as_token_ids(inspect):
     assert (tokens.tokens, tokens.learned) == (5, 2)
     assert any('"mood"' in warning.text for warning in inspection.warnings)
     assert not any('"reward"' in warning.text or '"advantage"' in warning.text for warning in inspection.warnings)
+
+
+def test_answers_that_begin_alike_or_are_equal_are_each_learned(inspect):
+    ids = [{"completion_ids": ids, "advantage": 1} for ids in ([7, 8], [7, 8], [7], [7, 8, 9])]
+    ids[-1]["completion_mask"] = [1, 1, 0]
+    answers = [{"completion": text, "advantage": 1} for text in ("the cat", "the", "the cat", "the cat ate")]
+    records = [{"prompt": "the hat", "completions": answers}, {"prompt_ids": [5, 6], "completions": ids}]
+    inspection = inspect(records, kind="rollouts", seq_len=64, num_shown=2)
+    assert not [text for text in warnings_of(inspection) if "is learned" in text]
+    assert "".join(cell.text for cell in inspection.shown[0][1].cells[2][1]) == ""  # all of it stands in the first
+    record = {"prompt": "the hat", "completions": ["the cat", "the cat"]}
+    assert not [text for text in warnings_of(inspect([record])) if "is learned" in text]
+
+
+def test_sampled_tokens_may_end_anywhere_and_be_masked(inspect):
+    answer = {"completion_ids": [7, 8], "advantage": 1}
+    masked = answer | {"completion_mask": [0, 0]}
+    records = [{"prompt_ids": [5], "completions": [answer, masked]}] * 3
+    assert not [warning for warning in inspect(records, kind="rollouts").warnings if warning.level == "wrong"]
+    none = warnings_of(inspect([{"prompt_ids": [5], "completions": [masked, masked]}], kind="rollouts"))
+    assert [text for text in none if text.startswith("nothing is learned in 1 record")]
+
+
+def test_token_ids_that_the_tokenizer_lacks(inspect, tmp_path):
+    inspect([{"text": "a"}])
+    tokens = 1 + max(load_chat_tokenizer(tmp_path / "tokenizer").tokenizer.get_vocab().values())
+    records = [{"prompt_ids": [5], "completion_ids": [tokens - 1, own], "advantage": 1} for own in (7, tokens)]
+    (said,) = [text for text in warnings_of(inspect(records, kind="rollouts")) if "token id" in text]
+    assert said.startswith(f"the token id {tokens} of 1 record of 2 (50.0%) is none of the tokenizer: a run ends there")
+
+
+def test_answers_of_weight_0_do_not_count(inspect):
+    answers = ["the cat", {"completion": "a dog", "weight": 0}]
+    records = [{"prompt": "the hat", "completions": some} for some in (answers, answers[:1], answers[1:])]
+    inspection = inspect(records, seq_len=64, num_shown=3, read_all=True)
+    one, same, none = (seen for _, seen in sorted(inspection.shown, key=lambda shown: shown[1].index))
+    assert not any(cell.is_learned for cell in one.cells[1][1])
+    assert (one.learned, one.kept) == (same.learned, same.kept)
+    assert (none.learned, none.left_out) == (0, "without a label")
+    assert [text for text in warnings_of(inspection) if text.startswith("nothing is learned in 1 record of 3")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "unused"),
+    [
+        ("documents", {"completions": [{"completion": "a", "wieght": 0}, "b"]}, ["completions[].wieght"]),
+        ("documents", {"completions": [{"completion": "a", "weight": 1, "score": 1}]}, ["completions[].score"]),
+        ("documents", {"completions": [{"role": "assistant", "content": "a", "weight": 1}]}, []),
+        ("pairs", {"completions": [{"completion": "a", "score": 1, "weight": 2}, *scored(("b", 0))]}, ["weight"]),
+        ("rollouts", {"completions": [{"completion": "a", "advantage": 1, "weight": 2}]}, ["completions[].weight"]),
+        ("rollouts", {"completions": [{"completion": "a", "advantage": 1}], "logprobs": [-1]}, ["logprobs"]),
+        ("rollouts", {"completion": "a", "advantage": 1, "reason": "x"}, ["reason"]),
+    ],
+)
+def test_keys_of_answers_that_nothing_reads(inspect, kind, record, unused):
+    said = [text for text in warnings_of(inspect([{"prompt": "the"} | record], kind=kind)) if "is not used" in text]
+    assert len(said) == len(unused)
+    assert all(key in text for key, text in zip(unused, said, strict=True))

@@ -285,6 +285,8 @@ def test_every_form_of_an_answer():
         ("a dog", "\"completions\" is 'a dog' (str); write a list of answers"),
         ([""], '"completions[0]" is empty; remove the line'),
         (["a", {"completion": "b", "weight": -1}], "completions[1].weight is -1; use a number of at least 0"),
+        (["a", {"completion": "b", "weight": 1e39}], "weight is 1e+39; use a number of at least 0, below 1e38"),
+        (["a", {"completion": "b", "weight": 10**400}], "use a number of at least 0, below 1e38"),
         (["a", {"completion": "b", "weight": True}], "completions[1].weight is True; use a number"),
         ([[USER]], "completions[0] has no assistant message; add one"),
         (["a", {"completion": "b", "score": 1}], 'completions[1] has "score", by which no answer is learned here; use'),

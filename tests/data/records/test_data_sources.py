@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 import resource
 import threading
 from pathlib import Path
@@ -451,6 +452,13 @@ def test_json_text_in_a_column_is_checked_as_a_line(tmp_path):
     words = ["not JSON", "half of a surrogate pair", "comes twice", "nested too deeply"]
     assert all(word in str(error) for word, error in zip(words, malformed, strict=True))
     assert good == {"text": 3}
+
+
+def test_a_date_that_python_does_not_have(tmp_path):
+    dates = pa.array([2**31 - 1, 0], pa.int32()).cast(pa.date32())
+    pq.write_table(pa.table({"text": dates}), tmp_path / "a.parquet")
+    malformed, _ = Corpus(tmp_path / "a.parquet", parse=lambda record: record).read(0)
+    assert re.fullmatch(r"the row cannot be read \(days=2147483647; .*\); write it again", str(malformed))
 
 
 def test_answers_in_pairs_come_from_tables(tmp_path):

@@ -39,6 +39,11 @@ def test_a_single_answer_may_stand_in_the_record():
     assert parse_rollouts({"prompt_ids": [1]} | ids) == parse_rollouts({"prompt_ids": [1], "completions": [ids]})
 
 
+def test_other_keys_are_ignored():
+    others = {"messages": [USER], "text": "t", "output": "o", "pairs": [[0, 1]]}
+    assert parse_rollouts({"prompt": "q"} | ANSWER | others) == parse_rollouts({"prompt": "q"} | ANSWER)
+
+
 REWARDED = {"completion": "a", "reward": 1}
 
 
@@ -54,6 +59,12 @@ REWARDED = {"completion": "a", "reward": 1}
         ({"prompt": "q", "completions": [REWARDED]}, "no other answer to compare it with; give the answers of"),
         ({"prompt": "q"} | ANSWER | {"advantage": "high"}, "advantage is 'high'; use a finite number"),
         ({"prompt": "q"} | ANSWER | {"advantage": float("nan")}, "advantage is nan; use a finite number"),
+        ({"prompt": "q"} | ANSWER | {"advantage": 10**400}, "use a finite number, below 1e38"),
+        ({"prompt": "q"} | ANSWER | {"advantage": -1e39}, "advantage is -1e[+]39; use a finite number, below 1e38"),
+        ({"prompt": "q", "completions": [REWARDED, REWARDED | {"reward": 1e39}]}, "reward is 1e[+]39; use a finite"),
+        ({"prompt": "q"} | ANSWER | {"logprobs": [-1, -1e39]}, "logprobs is -1e[+]39; use a finite number"),
+        ({"prompt": "q"} | ANSWER | {"images": ["x"]}, 'the record has "images", and only text is trained here'),
+        ({"prompt_ids": [1], "completions": [IDS, IDS], "image": "x"}, 'the record has "image", and only text'),
         ({"prompt": "q"} | ANSWER | {"logprobs": [0.5]}, "logprobs has 0.5; a log-probability is at most 0"),
         ({"prompt": "q"} | ANSWER | {"logprobs": []}, r"logprobs is \[\]; write a list of numbers"),
         (

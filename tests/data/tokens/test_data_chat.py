@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 
 import numpy as np
@@ -430,3 +432,18 @@ def test_a_batch_is_its_records_one_by_one_and_bad_ones_spoil_no_other():
     assert (type(one), str(three)) == (ValueError, "malformed")
     for found, alone in zip(two.answers, tokenizer.pair(pair).answers, strict=True):
         assert found.tokens.tolist() == alone.tokens.tolist()
+
+
+@pytest.mark.parametrize("tokenizer", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+def test_threads_render_at_the_same_time(tokenizer):
+    """Two data sets of one tokenizer read ahead in a thread each."""
+    conversations = [[user("a" * n), assistant("b" * n)] * (1 + n % 7) for n in range(1, 30)]
+    wanted = [tokenizer.render(messages) for messages in conversations]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(tokenizer.render, conversations * 10))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == wanted * 10

@@ -126,3 +126,7 @@ def test_the_inspector_says_so_of_the_records_that_have_it(tmp_path, monkeypatch
     assert next(begin).startswith("an answer has no reasoning behind a prompt for it, so the model learns not to think")
     assert next(begin) == "the chat template drops reasoning"
     assert "the model learns not to think" in html_page(found)
+
+
+def test_a_table_may_give_a_template_a_date():
+    assert rendered(QWEN3_5, PLAIN, since=date(2026, 1, 1))[0] == rendered(QWEN3_5, PLAIN)[0]

@@ -114,33 +114,36 @@ class Examiner:
         if isinstance(result, ValueError):
             return Seen(index, error=str(result))
         parts = parts_of(record, result)
-        fitted = self._fitted_pairs(result) if isinstance(result, TokenizedPairs) else self._fitted(result)
+        fitted = self._fitted_pairs(result) if isinstance(result, TokenizedPairs) else self._fitted(parts)
+        own = _parted(parts) if isinstance(result, TokenizedAnswers) else parts
         return replace(
             fitted,
             index=index,
-            tokens=sum(len(part.tokens) for part in parts),
-            learned=sum(int(part.learned.sum()) for part in parts),
+            tokens=sum(len(part.tokens) for part in own),
+            learned=sum(int(part.learned.sum()) for part in own),
             found=tuple(dict.fromkeys([*self.checker.check(raw, record, parts, result.notes), *self._unread()])),
-            cells=tuple((part.name, self.speller.cells(part)) for part in parts) if index in self.shown else (),
+            cells=tuple((part.name, self.speller.cells(part)) for part in own) if index in self.shown else (),
         )
 
     def _unread(self) -> list[Found]:
         """The columns of the current block that no record has, whose keys would be named."""
         return [("key", name) for name in self.corpus.unread_columns(self._block)]
 
-    def _fitted(self, result: TokenizedDocument | TokenizedAnswers) -> Seen:
+    def _fitted(self, parts: Sequence[Part]) -> Seen:
         """Positions before and after truncation, and why the record is left out; of answers those of all of them."""
-        documents = result.documents if isinstance(result, TokenizedAnswers) else (result,)
+        documents = [part for part in parts if part.counts]
+        if not documents:
+            return Seen(0, left_out="without a label")
         each = [self._fitted_document(document) for document in documents]
         shared = sum(num_common(documents[0].tokens, document.tokens) for document in documents[1:])
         lost = sum(length - kept for length, kept, _ in each)
         kept = min(self.seq_len, max(0, sum(kept for _, kept, _ in each) - shared))
         return Seen(0, length=kept + lost, pieces=(kept,), left_out="" if kept else each[0][2])
 
-    def _fitted_document(self, document: TokenizedDocument) -> tuple[int, int, str]:
+    def _fitted_document(self, document: Part) -> tuple[int, int, str]:
         length = max(0, len(document.tokens) - 1)
         kept = min(length, self.seq_len)
-        if document.loss_mask[1 : kept + 1].any():
+        if document.learned[1 : kept + 1].any():
             return length, kept, ""
         return length, 0, "without a label" if kept == length else "without a label after truncation"
 
@@ -156,23 +159,30 @@ class Examiner:
 
 
 def parts_of(record: dict[str, Any], result: Tokenized) -> tuple[Part, ...]:
-    """The tokens of a record: one part for a document, three for a pair; of answers the first with its prompt, and of
-    each other one what differs from that."""
+    """The tokens of a record: one part for a document, three for a pair; of answers each with its prompt."""
     if isinstance(result, TokenizedAnswers):
         texts = "prompt_ids" not in record  # of token ids nothing more is known
-        first, asked = result.documents[0], _contents(record["prompt"]) if texts else ()
         said = [_contents(answer) if texts else () for answer in record["completions"]]
-        parts = [Part("answer 1", first.tokens, first.loss_mask, asked + said[0])]
-        for number, (one, words) in enumerate(zip(result.documents[1:], said[1:], strict=True), start=2):
-            fork = num_common(first.tokens, one.tokens)
-            parts.append(Part(f"answer {number}", one.tokens[fork:], one.loss_mask[fork:], words))
-        return tuple(parts)
+        said[0] = (_contents(record["prompt"]) if texts else ()) + said[0]
+        counts = [weight > 0 for weight in record.get("weights", [1] * len(said))]
+        return tuple(
+            Part(f"answer {number}", one.tokens, one.loss_mask & counted, words, counted)
+            for number, (one, words, counted) in enumerate(zip(result.documents, said, counts, strict=True), start=1)
+        )
     if isinstance(result, TokenizedDocument):
         contents = (record["text"],) if "text" in record else _contents(record["messages"])
         return (Part("", result.tokens, result.loss_mask, contents),)
     prompt = Part("prompt", result.prompt, np.zeros(len(result.prompt), dtype=bool), _contents(record["prompt"]))
     of_each = zip(_names(result), result.answers, record["answers"], strict=True)
     return prompt, *(Part(name, one.tokens, one.loss_mask, _contents(said)) for name, one, said in of_each)
+
+
+def _parted(answers: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The first answer with its prompt, and of each other one what differs from that."""
+    first, *others = answers
+    forks = [num_common(first.tokens, one.tokens) for one in others]
+    rest = [replace(one, tokens=one.tokens[n:], learned=one.learned[n:]) for one, n in zip(others, forks, strict=True)]
+    return first, *rest
 
 
 def _names(pairs: TokenizedPairs) -> list[str]:

@@ -1,7 +1,8 @@
 """What looks wrong in a record's tokens, and how to say it of many records."""
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ _SAID: dict[Level, dict[str, str]] = {
         " Zephyr and Tulu, else the template is of another model",
         "text end": "turns end with the text {detail} in {records}: generation must stop at this text",
         "no BOS": "BOS {detail} is not at the beginning of {records}: the template does not write it",
+        "id": "the token id {detail} of {records} is none of the tokenizer: a run ends there, unless the model has it",
         "special": "text of {records} spells the special token {detail}: it is read as the token",
     },
     "note": {
@@ -65,8 +67,18 @@ _FORMS = {
     "text": ("text",),
 }
 _FORMS_OF_PAIRS = {"chosen": ("prompt", "chosen", "rejected"), "completions": ("prompt", "completions", "pairs")}
-_OF_ROLLOUTS = ("prompt", "prompt_ids", "completions", *OF_ANSWER)
-_FORMS_OF_ROLLOUTS = {"completions": _OF_ROLLOUTS, "completion": _OF_ROLLOUTS, "completion_ids": _OF_ROLLOUTS}
+_OF_PROMPT = ("prompt", "prompt_ids")
+_FORMS_OF_ROLLOUTS = {
+    "completions": (*_OF_PROMPT, "completions"),
+    "completion": (*_OF_PROMPT, *OF_ANSWER),
+    "completion_ids": (*_OF_PROMPT, *OF_ANSWER),
+}
+# what parsed pairs, rollouts and documents are known by -> keys of their forms, and of an answer
+_KEYS: dict[str, tuple[Mapping[str, Sequence[str]], Sequence[str]]] = {
+    "answers": (_FORMS_OF_PAIRS, ("completion", "score")),
+    "values": (_FORMS_OF_ROLLOUTS, OF_ANSWER),
+    "": (_FORMS, ("completion", "weight")),
+}
 _ALWAYS = ("system", "tools", "chat_template_kwargs")
 # What templates write for tokens: <|im_start|>, <start_of_turn>, </s>
 _TOKEN_LIKE = re.compile(r"<\|[^|<>\s]{1,40}\|>|<\w{1,20}_of_\w{1,20}>|</?s>")
@@ -115,16 +127,20 @@ class Checker:
         unknown = getattr(self.chat.tokenizer.model, "unk_token", None)
         if unknown and any((part.tokens == self.chat.tokenizer.token_to_id(unknown)).any() for part in parts):
             yield "unknown", unknown
-        answers = [part for part in parts if part.name != "prompt"]
-        if not all(part.learned.any() for part in answers):
+        is_ids = "prompt_ids" in record  # no template wrote them, and an answer may be cut off, or masked for that
+        if is_ids and (largest := max(int(part.tokens.max()) for part in parts)) >= self._num_ids:
+            yield "id", str(largest)
+        answers = [part for part in parts if part.name != "prompt" and part.counts]
+        learned = [part.learned.any() for part in answers]
+        if not any(learned) or not (is_ids or all(learned)):
             yield "nothing", ""
             return
         if "text" in record:
             yield "text", ""
-        elif _has_other_roles(record) and all(part.learned[1:].all() for part in parts):  # after BOS
+        elif not is_ids and _has_other_roles(record) and all(part.learned[1:].all() for part in parts):  # after BOS
             yield "everything", ""
         ends = [self._end(part) for part in answers]
-        if None in ends:
+        if None in ends and not is_ids:
             yield self._without_end(answers[ends.index(None)], "text" in record)
         for end in dict.fromkeys([eos, *ends]):
             if end and self._is_twice(end, parts, "text" in record):
@@ -132,6 +148,10 @@ class Checker:
         for end in dict.fromkeys(ends):
             if end and end != eos:
                 yield "end", end
+
+    @functools.cached_property
+    def _num_ids(self) -> int:
+        return 1 + max(self.chat.tokenizer.get_vocab().values())
 
     def _is_twice(self, end: str, parts: tuple[Part, ...], is_text: bool) -> bool:
         """Whether the token comes twice in a row; of a text, at its end."""
@@ -177,9 +197,17 @@ def _unused_keys(raw: Any, record: dict[str, Any]) -> list[str]:
     """Keys of a JSON value that nothing reads; none of a value that is no object. record: what was made of it."""
     if not isinstance(raw, dict):
         return []
-    forms = _FORMS_OF_PAIRS if "answers" in record else _FORMS_OF_ROLLOUTS if "values" in record else _FORMS
-    known = next((keys for form, keys in forms.items() if form in raw), ("text",))
-    return [key for key, value in raw.items() if value is not None and key not in (*known, *_ALWAYS)]
+    kind = next((kind for kind in ("answers", "values") if kind in record), "")
+    forms, of_answer = _KEYS[kind]
+    form = next((form for form in forms if form in raw), "text")
+    unused = _others(raw, (*forms.get(form, ("text",)), *_ALWAYS))
+    answers = raw["completions"] if form == "completions" else []
+    objects = [one for one in answers if isinstance(one, dict) and ("completion" in one or "completion_ids" in one)]
+    return [*unused, *(f"completions[].{key}" for one in objects for key in _others(one, of_answer))]
+
+
+def _others(values: dict[str, Any], known: Sequence[str]) -> list[str]:
+    return [key for key, value in values.items() if value is not None and key not in known]
 
 
 def say(kind: str, detail: str, count: int, total: int) -> str:

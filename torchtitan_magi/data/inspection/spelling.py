@@ -17,13 +17,15 @@ class Part:
     """Tokens of a record that belong together.
 
     name: "" for a document; "prompt", "chosen", "rejected", or which answer; tokens: int32 [n]; learned: bool [n];
-    contents: what the record itself says in it, message by message.
+    contents: what the record itself says in it, message by message; counts: whether it is more than shown, as an answer
+    of weight 0 is not.
     """
 
     name: str
     tokens: np.ndarray
     learned: np.ndarray
     contents: tuple[str, ...]
+    counts: bool = True
 
 
 @dataclass(frozen=True)

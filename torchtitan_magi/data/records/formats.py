@@ -36,7 +36,6 @@ string, or a list of `{"type": "text", "text": ...}` that is joined. It may be n
 
 import functools
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,6 +50,8 @@ _WEIGHT = ("weight", "loss", "train", "loss_mask")
 _JUDGED = {"score": "dpo", "advantage": "rollouts", "reward": "rollouts"}  # keys of answers, and the dataset for them
 _SEEN = ("images", "image", "videos", "video", "audios", "audio")  # beside messages: what they are about
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")  # of a template
+_TOO_LARGE = 1e38  # for float32, in which numbers of answers are kept
+BELOW = "below 1e38"
 
 Messages = list[dict[str, Any]]
 
@@ -198,8 +199,8 @@ def _weighted_answers(record: dict[str, Any]) -> dict[str, Any]:
         raise ValueError('the record has "pairs" of its completions; use it with dataset "dpo", or remove them')
     weights = [1 if more.get("weight") is None else more["weight"] for more in given]
     for index, weight in enumerate(weights):
-        if not _is_finite(weight) or weight < 0:
-            raise ValueError(f"completions[{index}].weight is {quoted(weight)}; use a number of at least 0")
+        if not is_number(weight) or weight < 0:
+            raise ValueError(f"completions[{index}].weight is {quoted(weight)}; use a number of at least 0, {BELOW}")
     prompt = _with_system(record, _turn(record, "prompt", "user"))
     return {"prompt": prompt, "completions": answers, "weights": [float(weight) for weight in weights]}
 
@@ -251,8 +252,10 @@ def _given_pairs(pairs: Any, num_answers: int) -> list[tuple[int, int]]:
 
 def _best_against_worse(scores: list[Any]) -> list[tuple[int, int]]:
     for index, score in enumerate(scores):
-        if not _is_finite(score):
-            raise ValueError(f"completions[{index}].score is {_kind(score)}; give each completion a finite number")
+        if not is_number(score):
+            raise ValueError(
+                f"completions[{index}].score is {_kind(score)}; give each completion a finite number, {BELOW}"
+            )
     best = scores.index(max(scores))
     pairs = [(best, other) for other, score in enumerate(scores) if score < scores[best]]
     if not pairs:
@@ -260,8 +263,9 @@ def _best_against_worse(scores: list[Any]) -> list[tuple[int, int]]:
     return pairs
 
 
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number that is not too large."""
+    return type(value) in (int, float) and abs(value) < _TOO_LARGE
 
 
 def _alpaca(record: dict[str, Any]) -> Messages:
@@ -420,12 +424,17 @@ def _with_system(record: dict[str, Any], messages: Messages) -> Messages:
     return messages
 
 
-def _with_tools(record: dict[str, Any], parsed: dict[str, Any]) -> dict[str, Any]:
-    """The record with what else the chat template is given; some data sets hold it as JSON text."""
+def check_only_text(record: dict[str, Any]) -> None:
+    """Raises ValueError for a record with images and the like."""
     if name := next((key for key in _SEEN if record.get(key)), None):
         raise ValueError(
             f'the record has "{name}", and only text is trained here; remove it, or the key where its text needs none'
         )
+
+
+def _with_tools(record: dict[str, Any], parsed: dict[str, Any]) -> dict[str, Any]:
+    """The record with what else the chat template is given; some data sets hold it as JSON text."""
+    check_only_text(record)
     tools = _given(record, "tools", "a list of objects")
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f'"tools" is {_kind(tools)}; write a list of objects')

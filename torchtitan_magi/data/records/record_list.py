@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_magi.data.records.record_file import Parse, RecordFile, sha256
+from torchtitan_magi.wording import one_line
 
 
 class RecordList(RecordFile):
@@ -17,7 +18,10 @@ class RecordList(RecordFile):
         super().__init__(name, parse, {}, [])
         self.values = values
         self.block_firsts = np.array([0, len(values)])
-        content = json.dumps(values, default=repr).encode()
+        try:
+            content = json.dumps(values, default=repr).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{name} cannot be written as JSON ({one_line(error)}); give plain values") from None
         self.num_bytes, self.crc32, self._sha256 = len(content), zlib.crc32(content), sha256(content)
 
     def where(self, index: int) -> str:

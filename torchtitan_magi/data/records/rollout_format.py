@@ -14,12 +14,12 @@ A single answer may stand in the record itself. "system", "tools" and "chat_temp
 keys are ignored.
 """
 
-import math
 from typing import Any
 
-from torchtitan_magi.data.records.formats import parse_document
+from torchtitan_magi.data.records.formats import BELOW, check_only_text, is_number, parse_document
 from torchtitan_magi.wording import quoted
 
+_OF_TEXT = ("prompt", "system", "tools", "chat_template_kwargs")
 OF_ANSWER = ("completion", "completion_ids", "advantage", "reward", "logprobs", "completion_mask")
 _ABOVE = 1e-3  # a log-probability may be by rounding
 
@@ -34,6 +34,7 @@ def parse_rollouts(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f'the line is {quoted(record)}; write an object with "prompt" and "completions"')
     record = _without_null(record)  # of tables, which have all keys in each record
+    check_only_text(record)
     answers = record.get("completions")
     if answers is None and not record.keys().isdisjoint(("completion", "completion_ids")):
         answers = [{key: record[key] for key in OF_ANSWER if key in record}]
@@ -82,7 +83,7 @@ def _of_text(record: dict[str, Any], answers: list[dict[str, Any]], names: list[
                 "messages, of which the assistant's are learned"
             )
     texts = [{"completion": answer["completion"]} for answer in answers]
-    parsed = parse_document({key: record[key] for key in record if key != "completion"} | {"completions": texts})
+    parsed = parse_document({key: record[key] for key in _OF_TEXT if key in record} | {"completions": texts})
     del parsed["weights"]
     return parsed
 
@@ -125,6 +126,6 @@ def _logprobs(name: str, answer: dict[str, Any]) -> list[float] | None:
 
 
 def _number(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{name} is {quoted(value)}; use a finite number")
+    if not is_number(value):
+        raise ValueError(f"{name} is {quoted(value)}; use a finite number, {BELOW}")
     return float(value)

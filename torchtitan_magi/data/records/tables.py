@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 4096  # of a block: its size is an average, and Parquet stores a repeated value once
 _MAX_ROWS_OF_FILE = 2**36  # more is damage
-_UNREADABLE = (ValueError, KeyError, NotImplementedError, RecursionError)  # what Arrow raises for values and types
+# what Arrow raises for values and types
+_UNREADABLE = (ValueError, KeyError, NotImplementedError, OverflowError, RecursionError)
 
 
 class TableFile(RecordFile):

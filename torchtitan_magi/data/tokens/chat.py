@@ -37,6 +37,7 @@ Documents = TokenizedDocument | TokenizedAnswers
 logger = logging.getLogger(__name__)
 
 _BATCH_CHARACTERS = 2**20  # that are encoded together, or one text; an encoding takes a hundred times their memory
+_LEAST_LOGPROB = -80.0  # of a token that was sampled; a ratio of exp(88) is more than float32 has
 _RENDERING_VERSION = "4"  # changes when records are rendered or their spans found in another way
 
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of chat templates, as transformers takes them
@@ -340,6 +341,11 @@ def _at_tokens(name: str, document: TokenizedDocument, given: list[float], recor
     found = np.full(len(document.tokens), np.nan, np.float32)
     found[where] = given
     found[~document.loss_mask] = np.nan
+    if (least := np.nanmin(found, initial=0)) < _LEAST_LOGPROB:
+        raise ValueError(
+            f"{name}.logprobs has {least:g}, and no policy samples such a token; correct it, or give the "
+            'token 0 in "completion_mask"'
+        )
     return found
 
 

@@ -4,6 +4,7 @@ Generated text stands between two marks while it is rendered.
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date, datetime
 from itertools import accumulate
@@ -83,10 +84,10 @@ def _filter(name: str, node: nodes.Expr | None) -> nodes.Filter:
     return nodes.Filter(node, f"the {name}", [], [], None, None)
 
 
-class Marks:
+class Marks(threading.local):
     """Puts marks around generated text, which it keeps: what a template does with the text is not known before.
 
-    A template may cut text that it has captured, write it twice, or not at all.
+    A template may cut text that it has captured, write it twice, or not at all. Each thread has a rendering of its own.
     """
 
     texts: list[str]
@@ -135,12 +136,12 @@ def _is_generation(node: nodes.Node) -> bool:
     return isinstance(node, nodes.FilterBlock) and node.filter.name == "the mark"
 
 
-class Loops:
+class Loops(threading.local):
     """Notes at which character of the text a template's loops come to which message.
 
     The notes are calls that write nothing. As text is taken from the template chunk by chunk, all text before a call
     has been counted when the call is made, except in macros and blocks that are captured: there a message seems to
-    have no text.
+    have no text. Each thread has a rendering of its own.
     """
 
     position: int

@@ -211,12 +211,13 @@ class ChatTemplate:
 
     def _frame(self, after_tool: bool, kwargs: Kwargs) -> Frame:
         """What the template writes around an assistant's turn after a tool's answer, or after another message."""
-        key = (after_tool, json.dumps(kwargs, sort_keys=True))
-        if key not in self._frames:
-            if len(self._frames) == _MAX_FRAMES:
+        key = (after_tool, json.dumps(kwargs, sort_keys=True, default=repr))  # a table may have dates
+        frame = self._frames.get(key)
+        if frame is None:
+            if len(self._frames) >= _MAX_FRAMES:
                 self._frames.clear()
-            self._frames[key] = self._make_frame(after_tool, kwargs)
-        return self._frames[key]
+            frame = self._frames[key] = self._make_frame(after_tool, kwargs)
+        return frame
 
     def _make_frame(self, after_tool: bool, kwargs: Kwargs) -> Frame:
         messages = [self._as_shown(message) for message in _probe(after_tool, "tool_calls" in self.source)]

@@ -94,7 +94,8 @@ class TokenBlock:
         return self.bounds[self.firsts[indices]]
 
     def are_sound(self, indices: np.ndarray) -> bool:
-        """Whether the tokens of these records are those that were written."""
+        """Whether the tokens of these records are those that were written. A record may be named for each answer."""
+        indices = np.unique(indices)
         firsts, lasts = (self.begins(record).tolist() for record in (indices, indices + 1))
         rows = zip(firsts, lasts, self.checksums[indices].tolist(), strict=True)
         return all(zlib.crc32(self.tokens[first:last].data) == checksum for first, last, checksum in rows)
