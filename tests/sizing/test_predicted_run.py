@@ -247,7 +247,7 @@ def test_every_shipped_file_fits_and_says_how_long_it_takes(path, capsys, tmp_pa
     monkeypatch.chdir(tmp_path)
     command.main([str(path), "--packs", "2", "--json", "size.json"])
     text = " ".join(capsys.readouterr().out.split())
-    assert re.search(r" Fits: \d+ of 79 GiB on each of \d+ H100\. For the backward layers [^.]* A step of ", text), (
+    assert re.search(r" Fits: \d+ of 79 GiB on each of \d+ H100\. For the backward layers [^.]*\. A step of ", text), (
         text[:500]
     )
     assert re.search(r" s: [\d,]+ tokens/s per GPU, MFU \d+%, attention at \d+% of ideal\. ", text)
