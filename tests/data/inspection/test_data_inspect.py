@@ -677,13 +677,19 @@ def test_answers_of_weight_0_do_not_count(inspect):
 @pytest.mark.parametrize(
     ("kind", "record", "unused"),
     [
-        ("documents", {"completions": [{"completion": "a", "wieght": 0}, "b"]}, ["completions[].wieght"]),
+        (
+            "documents",
+            {"completions": [{"completion": "a", "wieght": 0}, "b"]},
+            ['"completions[].wieght", which may be meant for "weight"'],
+        ),
         ("documents", {"completions": [{"completion": "a", "weight": 1, "score": 1}]}, ["completions[].score"]),
         ("documents", {"completions": [{"role": "assistant", "content": "a", "weight": 1}]}, []),
         ("pairs", {"completions": [{"completion": "a", "score": 1, "weight": 2}, *scored(("b", 0))]}, ["weight"]),
         ("rollouts", {"completions": [{"completion": "a", "advantage": 1, "weight": 2}]}, ["completions[].weight"]),
         ("rollouts", {"completions": [{"completion": "a", "advantage": 1}], "logprobs": [-1]}, ["logprobs"]),
         ("rollouts", {"completion": "a", "advantage": 1, "reason": "x"}, ["reason"]),
+        ("rollouts", {"completion": "a", "advantage": 1, "completion_masks": [1]}, ['meant for "completion_mask"']),
+        ("documents", {"completion": "a", "tool": []}, ['"tool", which may be meant for "tools"']),
     ],
 )
 def test_keys_of_answers_that_nothing_reads(inspect, kind, record, unused):

@@ -4,6 +4,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +46,7 @@ _SAID: dict[Level, dict[str, str]] = {
         "text end": "turns end with the text {detail} in {records}: generation must stop at this text",
         "no BOS": "BOS {detail} is not at the beginning of {records}: the template does not write it",
         "id": "the token id {detail} of {records} is none of the tokenizer: a run ends there, unless the model has it",
+        "misspelt": "a key of {records} is not used: {detail}",
         "special": "text of {records} spells the special token {detail}: it is read as the token",
     },
     "note": {
@@ -79,6 +81,7 @@ _KEYS: dict[str, tuple[Mapping[str, Sequence[str]], Sequence[str]]] = {
     "values": (_FORMS_OF_ROLLOUTS, OF_ANSWER),
     "": (_FORMS, ("completion", "weight")),
 }
+_NEAR = 0.8  # of difflib's ratio: keys that are likely to be one, misspelt
 _ALWAYS = ("system", "tools", "chat_template_kwargs")
 # What templates write for tokens: <|im_start|>, <start_of_turn>, </s>
 _TOKEN_LIKE = re.compile(r"<\|[^|<>\s]{1,40}\|>|<\w{1,20}_of_\w{1,20}>|</?s>")
@@ -106,7 +109,7 @@ class Checker:
         """
         yield from self._tokens(record, parts)
         yield from (("template", note) for note in notes)
-        yield from (("key", key) for key in _unused_keys(raw, record))
+        yield from _unused_keys(raw, record)
         said = [content for part in parts for content in part.contents]
         yield from (("special", name) for name in self.speller.specials.values() for text in said if name in text)
 
@@ -193,21 +196,29 @@ def _has_other_roles(record: dict[str, Any]) -> bool:
     return "messages" not in record or any(message["role"] != "assistant" for message in record["messages"])
 
 
-def _unused_keys(raw: Any, record: dict[str, Any]) -> list[str]:
-    """Keys of a JSON value that nothing reads; none of a value that is no object. record: what was made of it."""
+def _unused_keys(raw: Any, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What is found of the keys of a JSON value that nothing reads; nothing of a value that is no object. record: what
+    was made of it."""
     if not isinstance(raw, dict):
-        return []
+        return
     kind = next((kind for kind in ("answers", "values") if kind in record), "")
     forms, of_answer = _KEYS[kind]
     form = next((form for form in forms if form in raw), "text")
-    unused = _others(raw, (*forms.get(form, ("text",)), *_ALWAYS))
+    yield from _others(raw, (*forms.get(form, ("text",)), *_ALWAYS), "")
     answers = raw["completions"] if form == "completions" else []
     objects = [one for one in answers if isinstance(one, dict) and ("completion" in one or "completion_ids" in one)]
-    return [*unused, *(f"completions[].{key}" for one in objects for key in _others(one, of_answer))]
+    for one in objects:
+        yield from _others(one, of_answer, "completions[].")
 
 
-def _others(values: dict[str, Any], known: Sequence[str]) -> list[str]:
-    return [key for key, value in values.items() if value is not None and key not in known]
+def _others(values: dict[str, Any], known: Sequence[str], where: str) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if value is None or key in known:
+            continue
+        if near := get_close_matches(key, [one for one in known if one not in values], 1, _NEAR):
+            yield "misspelt", f'"{where}{key}", which may be meant for "{near[0]}"'
+        else:
+            yield "key", where + key
 
 
 def say(kind: str, detail: str, count: int, total: int) -> str:
