@@ -67,7 +67,8 @@ def note_beyond(setup: Setup, folder: Path, measured: int | None) -> None:
     if measured is None:
         capacity = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         measured = predict(setup).total + max(0, _beyond(setup, folder)) + int(AFTER_OUT_OF_MEMORY * capacity)
-    beyond = {**_read(folder), _key(setup): measured - predict(setup).total}
+    # Not what a run took less: its first packs may bring fewer rows than later ones.
+    beyond = {**_read(folder), _key(setup): max(0, measured - predict(setup).total)}
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / FILE, json.dumps(beyond).encode())
 
