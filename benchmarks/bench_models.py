@@ -111,7 +111,8 @@ local_batch_size = 1
 global_batch_size = {packs}
 seq_len = {tokens}
 [parallelism]
-context_parallel_degree = 1
+context_parallel_degree = {cp}
+expert_parallel_degree = {ep}
 [activation_checkpoint]
 mode = "{mode}"
 [compile]
@@ -134,12 +135,17 @@ class Case:
     rank: int = 0
     packs: int = 1
     one_document: bool = False  # that fills each pack
+    gpus: int = 1
+    cp: int = 1
+    ep: int = 1
 
     def write(self, folder: Path) -> RunFile:
         """Writes the run's file and the model's config.json."""
-        config = self.config
-        layers = {"num_hidden_layers": self.layers}
-        config = config | ({"text_config": config["text_config"] | layers} if "text_config" in config else layers)
+        config, is_part = self.config, "text_config" in self.config
+        layers: dict[str, Any] = {"num_hidden_layers": self.layers}
+        if types := (config["text_config"] if is_part else config).get("layer_types"):
+            layers["layer_types"] = (types * self.layers)[: self.layers]
+        config = config | ({"text_config": config["text_config"] | layers} if is_part else layers)
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "bench.toml").write_text(TOML.format(folder=folder, **vars(self)))
         return RunFile(str(folder / "bench.toml"))
@@ -180,8 +186,13 @@ def records(case: Case) -> list[dict[str, str]]:
     ]
 
 
-def run(case: Case, steps: int, options: Sequence[str] = ()) -> dict[str, Any]:
-    """What the run's process recorded; what was printed, if it failed. options: further ones of the command line."""
+def run(case: Case, steps: int, options: Sequence[str] = (), timeout: float = TIMEOUT) -> dict[str, Any]:
+    """What the run's first process recorded; what was printed, if it failed.
+
+    Args:
+        options: further ones of the command line.
+        timeout: seconds.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for path in (ROOT / "assets" / "demo" / "tokenizer").iterdir():
@@ -193,14 +204,14 @@ def run(case: Case, steps: int, options: Sequence[str] = ()) -> dict[str, Any]:
             "-m",
             "torch.distributed.run",
             "--standalone",
-            "--nproc-per-node=1",
+            f"--nproc-per-node={case.gpus}",
             __file__,
             RECORD,
         ]
         command += [name, "--job.config_file", f"{name}/bench.toml", "--training.steps", str(steps), *options]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         try:
-            done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+            done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired as error:
             return {"error": str(error.stdout)[-1500:]}
         if done.returncode:
@@ -242,7 +253,8 @@ def record_run() -> None:
     found = {"step_ms": 1e3 * statistics.median(seconds)} | peaks
     found["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     found["kept"] = as_option(memory.setup.keepings)
-    Path(folder, "record.json").write_text(json.dumps(found))
+    if int(os.environ["RANK"]) == 0:
+        Path(folder, "record.json").write_text(json.dumps(found))
 
 
 def predicted(case: Case, device: str, keeping: tuple[Keeping, ...] = ()) -> PredictedRun:
@@ -251,9 +263,9 @@ def predicted(case: Case, device: str, keeping: tuple[Keeping, ...] = ()) -> Pre
     packs = sample("dense" if case.one_document else "histogram", case.tokens, 1 if case.one_document else 5)
     if case.dataset == "dpo":
         packs = pairs_of(packs)
-    place = Place(gpu, 1, tuple(packs.packs), packs.learned)
+    place = Place(gpu, 8, tuple(packs.packs), packs.learned)
     with tempfile.TemporaryDirectory() as folder:
-        return predict_run(replace(setup_of_file(case.write(Path(folder))), keeping=keeping), place)
+        return predict_run(replace(setup_of_file(case.write(Path(folder)), case.gpus), keeping=keeping), place)
 
 
 def models_table(*files: dict[str, Any]) -> str:
