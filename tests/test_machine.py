@@ -60,3 +60,27 @@ def test_as_many_files_can_be_opened_as_the_hard_limit_lets():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+GIB = 2**30
+GROUPS = {  # lines of /proc/self/cgroup -> folder of the limit, and its files
+    "0::/job/step": ("job", "memory.max", "memory.current", "inactive_file"),
+    "4:memory:/job/step\n0::/": ("memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "0::/a/path/of/the/host": ("", "memory.max", "memory.current", "inactive_file"),  # seen from inside of a container
+}
+
+
+@pytest.mark.parametrize("lines", GROUPS)
+def test_memory_is_that_of_the_machine_or_of_the_container(tmp_path, lines):
+    folder, limit, usage, cache = GROUPS[lines]
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal:  {1 << 30} kB\nMemAvailable:  {100 << 20} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(lines)
+    assert machine.available_memory(tmp_path) == 100 * GIB
+    group = tmp_path / "sys/fs/cgroup" / folder
+    group.mkdir(parents=True)
+    (group / usage).write_text(f"{30 * GIB}\n")
+    (group / "memory.stat").write_text(f"anon 1\n{cache} {10 * GIB}\n")
+    for value, expected in (("max", 100), (str(2**63 - 4096), 100), (str(60 * GIB), 40), (str(10 * GIB), 0)):
+        (group / limit).write_text(f"{value}\n")
+        assert machine.available_memory(tmp_path) == expected * GIB

@@ -4,7 +4,9 @@ import errno
 import mmap
 import re
 import resource
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from torchtitan_magi.wording import one_line
 
@@ -82,3 +84,34 @@ def raise_open_files() -> None:
     if soft != hard:
         with suppress(OSError, ValueError):  # a hard limit that the kernel does not take
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of the host's memory that can be taken without swapping: those of the machine, or fewer where this process
+    is in a container or a job of a cluster that may have no more.
+
+    Args:
+        root: of the file system.
+    """
+    lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    found = int(lines["MemAvailable"].split()[0]) * 1024
+    for folder, limit, usage, cache in _memory_groups(root):
+        with suppress(OSError, ValueError):  # not there from inside of a container; or no limit
+            stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / usage).read_text()) - int(stat.get(cache, 0))  # pages of files can be dropped
+            found = min(found, int((folder / limit).read_text()) - used)
+    return max(0, found)
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """The control groups that this process is in, of either version: the folder, its files of the limit and of what is
+    used, and the name of pages of files in memory.stat."""
+    groups = (line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines())
+    for _, controllers, path in groups:
+        if controllers in ("", "memory"):
+            base = root / "sys/fs/cgroup" / controllers
+            names = ("memory.max", "memory.current", "inactive_file")
+            if controllers:
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            folder = base / path.strip("/")
+            yield from ((each, *names) for each in (folder, *folder.parents) if each.is_relative_to(base))

@@ -29,6 +29,7 @@ OWNERS = (
     "bench_train",
     "bench_trees",
     "bench_versions",
+    "eight",
     "check_kernel",
     "check_prediction",
 )

@@ -101,16 +101,23 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
     """
     cp_in_node = max(1, min(place.gpus_per_node // setup.tp, setup.cp))
     setup = replace(setup, learned=place.learned, cp_per_machine=cp_in_node)
-    work = _attention_work(setup, place)
-
     if setup.checkpointing == AUTO and not setup.keeping:
-        margin = MARGIN if setup.ep == 1 else MARGIN_OF_EXPERTS
-        gpu = Bound(lambda mixed: predict(mixed).total, margin * place.gpu.capacity)
-        host = Bound(host_memory, place.host)
-        setup = choose(setup, gpu, host, lambda mixed: _time(mixed, place, work).total)
+        setup = _chosen(setup, place)
+    work = _attention_work(setup, place)
     mean_tokens = float(np.mean([tokens_and_parents(pack)[0].sum() for pack in place.packs]))
     tokens = mean_tokens * setup.packs * setup.dp_shard * setup.dp_replicate * setup.microbatches
     return PredictedRun(setup, place, predict(setup), _time(setup, place, work), tokens, work.efficiency)
+
+
+def _chosen(setup: Setup, place: Place) -> Setup:
+    """The setup with what layers keep, chosen as a run does, which has not read its data yet: for one document that
+    fills each pack, as memory is predicted."""
+    alone = replace(place, packs=(np.array([setup.seq_len]),), learned=1.0)
+    work, setup = _attention_work(setup, alone), replace(setup, learned=1.0)
+    margin = MARGIN if setup.ep == 1 else MARGIN_OF_EXPERTS
+    gpu = Bound(lambda mixed: predict(mixed).total, margin * place.gpu.capacity)
+    chosen = choose(setup, gpu, Bound(host_memory, place.host), lambda mixed: _time(mixed, alone, work).total)
+    return replace(chosen, learned=place.learned)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def machine(monkeypatch):
     properties = SimpleNamespace(total_memory=int(79.1 * GIB), name="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(decide, "_available_memory", lambda: 1000 * GIB)
+    monkeypatch.setattr(decide, "available_memory", lambda: 1000 * GIB)
 
     def gathered(mine):
         of_first = min(first["memory"], mine[0]), first["available"]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from torchtitan_magi.files import read_text, write_whole
+from torchtitan_magi.machine import available_memory
 from torchtitan_magi.sizing.gpus import GPUS, H100
 from torchtitan_magi.sizing.keeping.kinds import ALL, Keeping, as_option, in_words
 from torchtitan_magi.sizing.memory import GIB, host_memory, predict
@@ -40,12 +41,12 @@ def decided(setup: Setup, folder: Path) -> Setup:
         logger.info(f"Activation checkpointing: {in_words(keeping)}")
         return replace(setup, keeping=keeping)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    mine = properties.total_memory - _beyond(setup, folder), _available_memory(), socket.gethostname()
+    mine = properties.total_memory - _beyond(setup, folder), available_memory(), socket.gethostname()
     capacities, available, hosts = zip(*gathered(mine), strict=True)
     most_ranks = max(Counter(hosts).values())
     capacity, host = min(capacities), int(HOST_SHARE * min(available) / most_ranks)
     gpu = next((gpu for name, gpu in GPUS.items() if name in properties.name), H100)
-    packs = (np.array([setup.seq_len]),)  # one document: no other has as much attention, and the prediction is of it
+    packs = (np.array([setup.seq_len]),)
     run = predict_run(setup, Place(replace(gpu, capacity=capacity), most_ranks, packs, host=host))
     keeping, of_host = run.setup.keepings, host_memory(run.setup) / GIB
     beside = f", {of_host:.1f} of {host / GIB:.1f} GiB of the host's" if of_host else ""
@@ -88,9 +89,3 @@ def _read(folder: Path) -> dict[str, int]:
 def _key(setup: Setup) -> str:
     """What tells setups apart, whatever their layers keep."""
     return f"{zlib.crc32(repr(replace(setup, keeping=(), cp_per_machine=None)).encode()):08x}"
-
-
-def _available_memory() -> int:
-    """Bytes of the host's memory that can be taken without swapping."""
-    lines = dict(line.split(":", 1) for line in read_text("/proc/meminfo").splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024

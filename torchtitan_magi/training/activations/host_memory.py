@@ -40,7 +40,7 @@ class HostMemory:
         except RuntimeError as error:
             raise RuntimeError(
                 f"the host cannot pin {num_bytes / 2**30:.1f} GiB more for what layers offload, beside "
-                f"{self.num_bytes / 2**30:.1f} GiB ({error}); allow more (ulimit -l), or set magi.keep to a mix that "
+                f"{self.num_bytes / 2**30:.1f} GiB ({error}); free memory of the host, or set magi.keep to a mix that "
                 "offloads less"
             ) from error
         self._all.append(buffer)
