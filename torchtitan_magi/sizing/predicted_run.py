@@ -17,7 +17,7 @@ from torchtitan_magi.sizing.keeping.choose import MARGIN, MARGIN_OF_EXPERTS, Bou
 from torchtitan_magi.sizing.keeping.kinds import AUTO
 from torchtitan_magi.sizing.memory import Prediction, host_memory, predict
 from torchtitan_magi.sizing.run_setup import Setup
-from torchtitan_magi.sizing.step_time import StepTime, time_of_step
+from torchtitan_magi.sizing.step_time import WAITING, StepTime, time_of_step
 from torchtitan_magi.sizing.strategies.outcomes import Case, plan_outcome
 from torchtitan_magi.sizing.strategies.pack_masks import mask_of, tokens_and_parents
 
@@ -111,13 +111,18 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
 
 def _chosen(setup: Setup, place: Place) -> Setup:
     """The setup with what layers keep, chosen as a run does, which has not read its data yet: for one document that
-    fills each pack, as memory is predicted."""
+    fills each pack, as memory is predicted; but copies to the host have to hide behind the rest of a layer alone, as
+    the attention of short documents takes no time."""
     alone = replace(place, packs=(np.array([setup.seq_len]),), learned=1.0)
-    work, setup = _attention_work(setup, alone), replace(setup, learned=1.0)
-    margin = MARGIN if setup.ep == 1 else MARGIN_OF_EXPERTS
+    works = _attention_work(setup, alone), _Work(0.0, 0.0, 0.0, 1.0)
+    setup, margin = replace(setup, learned=1.0), MARGIN if setup.ep == 1 else MARGIN_OF_EXPERTS
+
+    def seconds(mixed: Setup) -> float:
+        one, short = (_time(mixed, alone, work) for work in works)
+        return one.total + short.parts.get(WAITING, 0.0) - one.parts.get(WAITING, 0.0)
+
     gpu = Bound(lambda mixed: predict(mixed).total, margin * place.gpu.capacity)
-    chosen = choose(setup, gpu, Bound(host_memory, place.host), lambda mixed: _time(mixed, alone, work).total)
-    return replace(chosen, learned=place.learned)
+    return replace(choose(setup, gpu, Bound(host_memory, place.host), seconds), learned=place.learned)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torchtitan_magi.sizing.gpus import HOST_LINK, RULE, RULE_BACKWARD, Gpu
 from torchtitan_magi.sizing.keeping.kinds import ALL, INPUTS, KEPT, PRODUCTS
 from torchtitan_magi.sizing.run_setup import LOOPS, Setup
 
+WAITING = "waiting for the host"
 GRADIENTS = 2  # a backward takes twice the products of its forward
 OPTIMIZER_BYTES = 36  # read and written of a float32 parameter by fused AdamW (28) and by clipping (8)
 SHARDING_PASSES = 8  # copies of FSDP2 in and out of its collectives, in elements of 16 bits
@@ -67,7 +68,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
         "moving tokens to experts": _experts(setup, gpu, gpus_per_node) * (1 + again.blocks / 3),
         "tensor parallelism": _tensor_parallel(setup, gpu) * layers * (1 + again.blocks / 2),
     }
-    parts["waiting for the host"] = _waiting(setup, parts)
+    parts[WAITING] = _waiting(setup, parts)
     busy = sum(parts.values())
     parts["FSDP that nothing hides"] = max(0.0, _sharding(setup, gpu, gpus_per_node) - busy)
     parts["FSDP's copies"] = _copies(setup, gpu)
