@@ -17,7 +17,7 @@ from torchtitan_magi.sizing.activations import (
 from torchtitan_magi.sizing.gpus import H100, H200
 from torchtitan_magi.sizing.keeping.choose import KINDS, MARGIN, Bound, choose
 from torchtitan_magi.sizing.keeping.kinds import KEPT, Keeping, as_option, in_words, parse
-from torchtitan_magi.sizing.memory import GIB, host_memory, moments, predict
+from torchtitan_magi.sizing.memory import GIB, host_memory, moments, predict, states_on_host
 from torchtitan_magi.sizing.predicted_run import Place, predict_run
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
 
@@ -161,6 +161,9 @@ def test_the_host_is_a_bound():
     assert host_memory(least.setup) == 0
     some = one_document(MILLION, host=16 * GIB)
     assert 0 < host_memory(some.setup) <= 16 * GIB
+    weights = one_document(replace(MILLION, offload=True), host=16 * GIB)  # 15 of which hold weights and their states
+    assert states_on_host(weights.setup) == pytest.approx(8.03e9 * 16 / 8, rel=0.01)
+    assert host_memory(weights.setup) <= 1.1 * GIB
     assert some.time.total < least.time.total
 
 

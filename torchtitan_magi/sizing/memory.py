@@ -51,6 +51,14 @@ def host_memory(setup: Setup) -> int:
     return max(activations.kept_on_host(stage) for stage in setup.stages())
 
 
+def states_on_host(setup: Setup) -> int:
+    """Bytes of parameters, gradients and optimizer states that each GPU's process has there with
+    training.enable_cpu_offload."""
+    weights = (setup.stored + setup.adapters) * (1 + (setup.reference and not setup.lora_rank))
+    states = 2 * setup.trained * (setup.state_bytes or setup.param_bytes)
+    return setup.offload * ((weights + setup.trained) * setup.param_bytes + states)
+
+
 def moments(setup: Setup) -> Iterator[Prediction]:
     """The moments of a step that may take the most memory; of the first and the last stage of a pipeline."""
     for stage in setup.stages():

@@ -15,7 +15,7 @@ from torchtitan_magi.planning.plan import PlanSpec, plan_afresh
 from torchtitan_magi.sizing.gpus import HOST_MEMORY, Gpu
 from torchtitan_magi.sizing.keeping.choose import MARGIN, MARGIN_OF_EXPERTS, Bound, choose
 from torchtitan_magi.sizing.keeping.kinds import AUTO
-from torchtitan_magi.sizing.memory import Prediction, host_memory, predict
+from torchtitan_magi.sizing.memory import Prediction, host_memory, predict, states_on_host
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.step_time import WAITING, StepTime, time_of_step
 from torchtitan_magi.sizing.strategies.outcomes import Case, plan_outcome
@@ -122,7 +122,8 @@ def _chosen(setup: Setup, place: Place) -> Setup:
         return one.total + short.parts.get(WAITING, 0.0) - one.parts.get(WAITING, 0.0)
 
     gpu = Bound(lambda mixed: predict(mixed).total, margin * place.gpu.capacity)
-    return replace(choose(setup, gpu, Bound(host_memory, place.host), seconds), learned=place.learned)
+    host = Bound(host_memory, place.host - states_on_host(setup))
+    return replace(choose(setup, gpu, host, seconds), learned=place.learned)
 
 
 @dataclass(frozen=True)
