@@ -102,7 +102,7 @@ def test_inspector_and_report_count_the_tokens_of_training(tmp_path, monkeypatch
     inspection = inspect_data(tmp_path / "data.jsonl", tmp_path)
     assert list(inspection.tallies[0].tokens) == lengths
     assert f"{own + 2} tokens" in inspection.setting[1]
-    packs = read_data_set(str(tmp_path / "data.jsonl"), tmp_path, 200, 9, 0, False).packs
+    packs = read_data_set(str(tmp_path / "data.jsonl"), tmp_path, 200, 9, 0, "sft", False).packs
     assert sorted(np.concatenate(packs)) == [length - 1 for length in lengths]
 
 
