@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -69,6 +70,8 @@ class _Record:
 
     def hand_over(self, x: Tensor, copies: Copies) -> Any:
         """What autograd keeps in place of x, for ``_give_back``."""
+        if isinstance(x, AsyncCollectiveTensor):
+            x = x.trigger_wait()  # a copy would not wait for what is still to arrive
         if is_traceable_wrapper_subclass(x):
             return _Inner(x, lambda part: self.hand_over(part, copies))
         if x.numel() * x.element_size() < SMALL or not _is_dense(x) or self._is_to_stay(x):
