@@ -273,6 +273,6 @@ def defaults_of_options():
 
 def test_what_a_file_leaves_out_is_as_torchtitan_has_it():
     found = call(defaults_of_options)
-    assert len(found) == 21
+    assert len(found) == 22
     of_0_3 = {"activation_checkpoint.selective_ac_option": ("op", "2")}  # a file alone is read as by torchtitan 0.3
     assert {option: both for option, both in found.items() if both[0] != both[1]} == of_0_3
