@@ -85,7 +85,7 @@ def small(monkeypatch):
 def test_gradients_are_those_of_layers_that_do_not_offload(kept, compiled, device, small):
     expected, _ = train(blocks(kept, device, compiled), device)
     model, offloader = blocks(kept, device, compiled), Offloader(torch.device(device))
-    offloader.wrap(list(model[:-2]), [])
+    offloader.wrap(list(model[:-2]), model)
     found, _ = train(model, device)
     assert all(map(torch.equal, found, expected))
     taken = offloader.num_bytes
@@ -101,23 +101,23 @@ def test_gradients_are_those_of_layers_that_do_not_offload(kept, compiled, devic
 
 def test_what_all_layers_save_leaves_once_and_weights_stay(small):
     model, offloader = blocks("inputs", "cpu"), Offloader(torch.device("cpu"))
-    offloader.wrap(list(model), [])
+    offloader.wrap(list(model), model)
     train(model, "cpu")
     assert offloader.num_bytes == (LAYERS + 1) * 32 * DIM * 4  # an input of each, and the scale
     everything = Offloader(torch.device("cpu"))
     model = blocks("all", "cpu")
-    everything.wrap(list(model), [])
+    everything.wrap(list(model), model)
     train(model, "cpu")
     weights = sum(weight.numel() for weight in model.parameters()) * 4
     saved = LAYERS * 32 * DIM * 4 * (1 + 4 + 4) + 32 * DIM * 4  # inputs of both products and of the activation; scale
     assert everything.num_bytes == saved < saved + weights
     shared = Offloader(torch.device("cpu"))
     model = blocks("inputs", "cpu")
-    scale = torch.ones(32, DIM)
-    shared.wrap(list(model), [scale])
+    shared.wrap(list(model), model)
+    model.register_buffer("scale", torch.ones(32, DIM))  # as what a model gets its memory for when layers are wrapped
     x = torch.randn(32, DIM, requires_grad=True)
-    for block in model:
-        x = block(x, scale)
+    for block in list(model):
+        x = block(x, model.scale)
     x.sum().backward()
     assert shared.num_bytes == LAYERS * 32 * DIM * 4  # a buffer of the model stays
 
@@ -125,7 +125,7 @@ def test_what_all_layers_save_leaves_once_and_weights_stay(small):
 def test_several_forwards_may_wait_for_their_backward(small):
     """As in a pipeline, and in any order."""
     model, plain = blocks("inputs", "cpu"), blocks("inputs", "cpu")
-    Offloader(torch.device("cpu")).wrap(list(model), [])
+    Offloader(torch.device("cpu")).wrap(list(model), model)
     found = []
     for blocks_of in (model, plain):
         torch.manual_seed(0)
@@ -143,7 +143,7 @@ def test_several_forwards_may_wait_for_their_backward(small):
 
 def test_without_gradients_nothing_leaves(small):
     model, offloader = blocks("all", "cpu"), Offloader(torch.device("cpu"))
-    offloader.wrap(list(model), [])
+    offloader.wrap(list(model), model)
     with torch.no_grad():
         for block in model:
             block(torch.randn(32, DIM), torch.ones(()))
@@ -168,7 +168,7 @@ def test_the_gpu_holds_two_layers_less_what_is_on_its_way(kept, compiled):
     tokens = 1 << 18  # 64 MiB of inputs
     _, whole = train(blocks(kept, "cuda", compiled), "cuda", tokens)
     model, offloader = blocks(kept, "cuda", compiled), Offloader(torch.device("cuda"))
-    offloader.wrap(list(model), [])
+    offloader.wrap(list(model), model)
     _, some = train(model, "cuda", tokens)
     held = offloader.num_bytes
     assert held > LAYERS * 60 * MIB

@@ -33,7 +33,7 @@ def offload_layers(model: nn.Module, keepings: Sequence[Keeping], device: torch.
     layers: Any = model.get_submodule("layers")
     chosen = [layer for name, layer in layers.named_children() if keepings[int(name)].offloaded]
     if chosen:
-        _offloaders.setdefault(device, Offloader(device)).wrap(chosen, list(model.buffers()))
+        _offloaders.setdefault(device, Offloader(device)).wrap(chosen, model)
 
 
 def stop_offloading() -> None:

@@ -60,10 +60,10 @@ class _Record:
 
     Args:
         before: the record of the layer before it that offloads; None for the first.
-        stays: where the memory of tensors begins that stay where they are.
+        stays: gives where the memory of tensors begins that stay where they are.
     """
 
-    def __init__(self, layer: nn.Module, before: "_Record | None", stays: set[int]) -> None:
+    def __init__(self, layer: nn.Module, before: "_Record | None", stays: Callable[[], set[int]]) -> None:
         self._layer, self._before, self._stays = layer, before, stays
         self._away: dict[Any, weakref.ref[_Away]] = {}  # by memory, shape and version; alive while autograd needs them
         self._has_left = self._is_fetched = False
@@ -88,7 +88,7 @@ class _Record:
     def _is_to_stay(self, x: Tensor) -> bool:
         """Whether x lies in the memory of weights, which FSDP2 frees and gathers by itself, or of a model's buffers."""
         where = _memory_of(x)
-        return where in self._stays or any(_memory_of(weight) == where for weight in self._layer.parameters())
+        return where in self._stays() or any(_memory_of(weight) == where for weight in self._layer.parameters())
 
     def leave(self, later: Sequence["_Record"]) -> None:
         """Frees what is on the device, but for what later layers have handed over as well."""
@@ -157,14 +157,14 @@ class Offloader:
         self._recent.clear()
         self._copies.memory.close()
 
-    def wrap(self, layers: Sequence[nn.Module], shared: Sequence[Tensor]) -> None:
+    def wrap(self, layers: Sequence[nn.Module], model: nn.Module) -> None:
         """Lets the calls of layers, compiled or not, hand over what they save.
 
         Args:
-            layers: of one model, or of a part of it, in the order in which they run.
-            shared: buffers of the model, which stay where they are.
+            layers: some of those of the model, in the order in which they run.
+            model: or a part of it, with a memory yet or not. Its buffers stay where they are.
         """
-        stays = {_memory_of(x) for x in shared}
+        stays = functools.cache(lambda: {_memory_of(x) for x in model.buffers()})  # asked for when layers run
         for number, layer in enumerate(layers):
             call: Any = layer._compiled_call_impl
             checkpoint: Any = getattr(layer, "checkpoint_fn", None)
@@ -176,7 +176,9 @@ class Offloader:
             own = functools.partial(self._call, call or layer._call_impl, layer, not number, stays)
             layer.__dict__["_compiled_call_impl"] = own
 
-    def _call(self, call: Any, layer: nn.Module, is_first: bool, stays: set[int], *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, call: Any, layer: nn.Module, is_first: bool, stays: Callable[[], set[int]], *args: Any, **kwargs: Any
+    ) -> Any:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         record = _Record(layer, self._recent[-1] if self._recent and not is_first else None, stays)
