@@ -11,7 +11,7 @@ had; both as predicted, too.
 
 from typing import Any
 
-from bench_models import LLAMA, Case, predicted, run
+from bench_models import LLAMA, Case, memory_cells, predicted, run
 from figures import part, recording_parser, save, table
 
 from torchtitan_magi.calibrate import facts_of_run
@@ -38,12 +38,11 @@ def keeping_table(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         case = CASES[row["case"]][0]
         expected = predicted(case, found["device"], parse(row["kept"], case.layers))
-        step, gib = 1e3 * expected.time.total, expected.memory.allocated / GIB
+        step = 1e3 * expected.time.total
         lines.append([
             row["case"], case.layers, row["kept"] + f" ({AUTO})" * (row["keep"] == AUTO),
             f"{row['step_ms']:,.0f}", f"{1e3 * case.tokens / row['step_ms']:,.0f}", f"{step:,.0f}",
-            f"{row['peak_gib']:.1f}", f"{gib:.1f}", f"{gib / row['peak_gib'] - 1:+.0%}",
-            f"{host_memory(expected.setup) / GIB:.1f}",
+            *memory_cells(row, expected), f"{host_memory(expected.setup) / GIB:.1f}",
         ])  # fmt: skip
     columns = ["data", "layers", "kept", "step, ms", "tokens/s", "predicted, ms", "GiB", "predicted", "error"]
     return table([*columns, "offloaded GiB"], lines)

@@ -268,6 +268,12 @@ def predicted(case: Case, device: str, keeping: tuple[Keeping, ...] = ()) -> Pre
         return predict_run(replace(setup_of_file(case.write(Path(folder)), case.gpus), keeping=keeping), place)
 
 
+def memory_cells(row: dict[str, Any], run: PredictedRun) -> list[str]:
+    """GiB that PyTorch allocated, as measured and as predicted, and the error."""
+    gib = run.memory.allocated / GIB
+    return [f"{row['peak_gib']:.1f}", f"{gib:.1f}", f"{gib / row['peak_gib'] - 1:+.0%}"]
+
+
 def models_table(*files: dict[str, Any]) -> str:
     """Steps and memory of each case, measured and predicted."""
     lines = []
@@ -275,11 +281,11 @@ def models_table(*files: dict[str, Any]) -> str:
         for row in found["rows"]:
             case = CASES[row["case"]]
             run = predicted(case, found["device"])
-            step, gib = 1e3 * run.time.total, run.memory.allocated / GIB
+            step = 1e3 * run.time.total
             lines.append([
                 row["case"], case.layers, thousands(case.tokens), case.mode,
                 f"{row['step_ms']:,.0f}", f"{step:,.0f}", f"{step / row['step_ms'] - 1:+.0%}",
-                f"{row['peak_gib']:.1f}", f"{gib:.1f}", f"{gib / row['peak_gib'] - 1:+.0%}",
+                *memory_cells(row, run),
             ])  # fmt: skip
     columns = ["model", "layers", "tokens", "checkpointing", "step, ms", "predicted", "error", "GiB", "predicted"]
     return table([*columns, "error"], lines)

@@ -77,6 +77,9 @@ def test_memory_is_that_of_the_machine_or_of_the_container(tmp_path, lines):
     (tmp_path / "proc/meminfo").write_text(f"MemTotal:  {1 << 30} kB\nMemAvailable:  {100 << 20} kB\n")
     (tmp_path / "proc/self/cgroup").write_text(lines)
     assert machine.available_memory(tmp_path) == 100 * GIB
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert machine.available_memory(tmp_path) == 100 * GIB  # a kernel without control groups
+    (tmp_path / "proc/self/cgroup").write_text(lines)
     group = tmp_path / "sys/fs/cgroup" / folder
     group.mkdir(parents=True)
     (group / usage).write_text(f"{30 * GIB}\n")

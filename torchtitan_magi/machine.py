@@ -106,8 +106,9 @@ def available_memory(root: Path = Path("/")) -> int:
 def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
     """The control groups that this process is in, of either version: the folder, its files of the limit and of what is
     used, and the name of pages of files in memory.stat."""
-    groups = (line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines())
-    for _, controllers, path in groups:
+    listed = root / "proc/self/cgroup"
+    groups = listed.read_text().splitlines() if listed.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in groups):
         if controllers in ("", "memory"):
             base = root / "sys/fs/cgroup" / controllers
             names = ("memory.max", "memory.current", "inactive_file")

@@ -18,7 +18,7 @@ from torchtitan_magi.sizing.gpus import H100, H200
 from torchtitan_magi.sizing.keeping.choose import KINDS, MARGIN, Bound, choose
 from torchtitan_magi.sizing.keeping.kinds import KEPT, Keeping, as_option, in_words, parse
 from torchtitan_magi.sizing.memory import GIB, host_memory, moments, predict, states_on_host
-from torchtitan_magi.sizing.predicted_run import Place, predict_run
+from torchtitan_magi.sizing.predicted_run import Place, faster, predict_run
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
 
 LLAMA, QWEN_9B, QWEN_MOE = map(published_sizes, ("Llama-3.1-8B", "Qwen3.5-9B", "Qwen3-30B-A3B"))
@@ -165,6 +165,25 @@ def test_the_host_is_a_bound():
     assert states_on_host(weights.setup) == pytest.approx(8.03e9 * 16 / 8, rel=0.01)
     assert host_memory(weights.setup) <= 1.1 * GIB
     assert some.time.total < least.time.total
+
+
+def test_weights_that_fill_the_host_leave_layers_none_of_it():
+    model = published_sizes("Llama-3.1-70B")
+    run = one_document(replace(MILLION, model=model, seq_len=2**16, offload=True))
+    assert states_on_host(run.setup) > 64 * GIB
+    assert run.fits
+    assert host_memory(run.setup) == 0
+
+
+def test_what_is_said_by_hand_stays_where_others_are_compared():
+    setup = replace(MILLION, seq_len=2**17, microbatches=4)
+    by_hand = one_document(replace(setup, keeping=parse("inputs", 32)))
+    found = faster(by_hand)
+    assert found
+    assert all(other.setup.keeping == by_hand.setup.keeping for _, other in found)
+    assert all("checkpoint" not in words for words, _ in found)
+    chosen = one_document(setup)
+    assert chosen.given.keeping == () != chosen.setup.keeping
 
 
 def test_where_nothing_fits_the_least_is_kept():

@@ -262,6 +262,17 @@ def test_every_shipped_file_fits_and_says_how_long_it_takes(path, capsys, tmp_pa
     assert found["hours"] == pytest.approx(steps * found["step_total"] / 3600)
 
 
+def test_memory_alone_is_that_of_what_is_chosen_too(capsys):
+    path = str(ROOT / "train_configs" / "llama3_8b_sft_128k.toml")
+    command.main([path, "--memory", "--cp", "8"])
+    alone = " ".join(capsys.readouterr().out.split())
+    command.main([path])
+    whole = " ".join(capsys.readouterr().out.split())
+    (kept,) = re.findall(r"For the backward layers [^.]*\.", whole)
+    assert alone.endswith(kept)
+    assert f"Fits: {float(re.search(r'at most ([0-9.]+)', alone)[1]):.0f} of " in whole
+
+
 RUN = """
 [model]
 name = "{model}"

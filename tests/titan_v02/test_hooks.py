@@ -159,6 +159,23 @@ def test_a_train_spec_that_is_not_ours_is_left_to_torchtitan(tmp_path):
     assert_one_line(error, ["model.name is 'plain'", "torchrun -m torchtitan.train", "add a flavor to llama3"])
 
 
+def checkpoint_by_a_spec_of_ones_own():
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    from torchtitan_magi.titan.v02.hooks import _apply_ac
+
+    _apply_ac(lambda *_, **__: None, nn.Module(), SimpleNamespace(mode="auto"))
+
+
+def test_such_a_train_spec_cannot_let_us_decide_what_layers_keep():
+    (said,) = call(value_errors, checkpoint_by_a_spec_of_ones_own, [()])
+    assert_one_line(
+        said, ['activation_checkpoint.mode is "auto"', "train spec that is not ours", '"selective", "full"']
+    )
+
+
 def lay_out(world_size, degrees):
     from torchtitan.distributed import ParallelDims
 

@@ -7,11 +7,10 @@ save. A layer is of one kind or the other: softmax attention, or linear attentio
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.models.model_config import LinearAttention
 from torchtitan_magi.sizing.exchanged_rows import states_of_parts
-from torchtitan_magi.sizing.keeping.kinds import ALL, INPUTS, PRODUCTS, Keeping
+from torchtitan_magi.sizing.keeping.kinds import AHEAD, ALL, ATTENTION, INPUTS, PRODUCTS, Keeping
 from torchtitan_magi.sizing.run_setup import FLOAT32, Setup
 
 CHUNK = 64  # tokens that kernels of linear attention compute at once
-AHEAD = 2  # layers whose offloaded tensors are on the GPU beside the one that is computed
 
 
 def kinds_of_layers(setup: Setup) -> dict[bool, int]:
@@ -158,9 +157,10 @@ def kept_of_block(setup: Setup, kept: str, is_linear: bool) -> int:
     whole, least = whole_block(setup, is_linear), block_input(setup)
     if setup.checkpointing == "memory_budget":
         return least + int(setup.budget * (whole - least))
-    if kept == PRODUCTS:
-        return min(whole, _selected(setup, is_linear))
-    return {ALL: whole, INPUTS: least}.get(kept) or min(whole, least + _attention_out(setup, is_linear))
+    sizes = {ALL: whole, INPUTS: least}
+    sizes[PRODUCTS] = _selected(setup, is_linear)
+    sizes[ATTENTION] = least + _attention_out(setup, is_linear)
+    return min(whole, sizes[kept])
 
 
 def blocks_of(setup: Setup) -> list[tuple[Keeping, bool]]:
@@ -198,10 +198,10 @@ def recomputed(setup: Setup, kept: str, is_linear: bool) -> int:
     """Bytes that a block of that kind, which keeps ``Keeping.kept``, computes again in its backward."""
     if kept == ALL and setup.checkpointing != "memory_budget":
         return 0
-    is_input = kept_of_block(setup, kept, is_linear) == block_input(setup)
+    stays = kept_of_block(setup, kept, is_linear)
     sums = 0 if setup.model.experts or not setup.lora_rank else 4 * setup.model.hidden_dim // setup.tp
-    again = whole_block(setup, is_linear) - kept_of_block(setup, kept, is_linear)
-    return again + (setup.tokens * sums * setup.compute_bytes if is_input else 0)
+    again = whole_block(setup, is_linear) - stays
+    return again + (setup.tokens * sums * setup.compute_bytes if stays == block_input(setup) else 0)
 
 
 def attention_gradients(setup: Setup) -> int:

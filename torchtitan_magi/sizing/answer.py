@@ -157,7 +157,7 @@ def memory_lines(setups: list[Setup]) -> list[str]:
         by_mode = (predict(replace(setup, checkpointing=mode, every=0)).total / GIB for mode in OF_MODE)
         cells = "  ".join(f"{gib:{len(mode)}.0f}" for mode, gib in zip(OF_MODE, by_mode, strict=True))
         lines.append(f"{setup.cp:4}  {setup.tokens:9,}  {cells}")
-    own = (f"{counted(setup.cp, 'GPU')}: {describe(predict(setup))}" for setup in setups)
+    own = (". ".join([f"{counted(setup.cp, 'GPU')}: {describe(predict(setup))}", *_keeping(setup)]) for setup in setups)
     return [*lines, "", *(textwrap.fill(text, WIDTH) for text in own)]
 
 

@@ -28,7 +28,7 @@ from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.sizing.answer import Answer, answer_html, answer_json, answer_lines, memory_lines, packs_per_step
 from torchtitan_magi.sizing.gpus import GPUS, gpu_named
-from torchtitan_magi.sizing.predicted_run import Place, faster, predict_run
+from torchtitan_magi.sizing.predicted_run import Place, faster, predict_run, with_keeping
 from torchtitan_magi.sizing.run_file import (
     NO_DATA,
     RunFile,
@@ -161,7 +161,8 @@ def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
     for cp_size in options.cp:
         node = gpus_in_node(options, cp_size)
         check_layout(total, cp_size, node)
-        found.append(replace(setup, seq_len=total, cp=cp_size, cp_per_machine=node))
+        place = Place(gpu_named(options.gpu), options.gpus_per_node, ())
+        found.append(with_keeping(replace(setup, seq_len=total, cp=cp_size, cp_per_machine=node), place))
     return found
 
 

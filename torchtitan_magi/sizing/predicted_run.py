@@ -64,11 +64,13 @@ class PredictedRun:
     """A run on its GPUs.
 
     Attributes:
+        given: what is predicted, with what layers keep left open or not. setup: with that chosen.
         tokens: of a step, without padding.
         efficiency: of attention: our kernel on the whole packs on one GPU, its time over the GPUs', over what is
             planned.
     """
 
+    given: Setup
     setup: Setup
     place: Place
     memory: Prediction
@@ -100,30 +102,34 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
         ValueError: a tensor-parallel degree that does not divide the heads.
     """
     cp_in_node = max(1, min(place.gpus_per_node // setup.tp, setup.cp))
-    setup = replace(setup, learned=place.learned, cp_per_machine=cp_in_node)
-    if setup.checkpointing == AUTO and not setup.keeping:
-        setup = _chosen(setup, place)
+    given = replace(setup, learned=place.learned, cp_per_machine=cp_in_node)
+    setup = with_keeping(given, place)
     work = _attention_work(setup, place)
     mean_tokens = float(np.mean([tokens_and_parents(pack)[0].sum() for pack in place.packs]))
     tokens = mean_tokens * setup.packs * setup.dp_shard * setup.dp_replicate * setup.microbatches
-    return PredictedRun(setup, place, predict(setup), _time(setup, place, work), tokens, work.efficiency)
+    return PredictedRun(given, setup, place, predict(setup), _time(setup, place, work), tokens, work.efficiency)
 
 
-def _chosen(setup: Setup, place: Place) -> Setup:
-    """The setup with what layers keep, chosen as a run does, which has not read its data yet: for one document that
-    fills each pack, as memory is predicted; but copies to the host have to hide behind the rest of a layer alone, as
-    the attention of short documents takes no time."""
+def with_keeping(setup: Setup, place: Place) -> Setup:
+    """The setup with what layers keep, chosen where it leaves that open, without the packs of ``place``: as a run does,
+    which has not read its data yet.
+
+    It is chosen for one document that fills each pack, as memory is predicted; but copies to the host have to hide
+    behind the rest of a layer alone, as the attention of short documents takes no time.
+    """
+    if setup.checkpointing != AUTO or setup.keeping:
+        return setup
     alone = replace(place, packs=(np.array([setup.seq_len]),), learned=1.0)
     works = _attention_work(setup, alone), _Work(0.0, 0.0, 0.0, 1.0)
-    setup, margin = replace(setup, learned=1.0), MARGIN if setup.ep == 1 else MARGIN_OF_EXPERTS
+    whole, margin = replace(setup, learned=1.0), MARGIN if setup.ep == 1 else MARGIN_OF_EXPERTS
 
     def seconds(mixed: Setup) -> float:
         one, short = (_time(mixed, alone, work) for work in works)
         return one.total + short.parts.get(WAITING, 0.0) - one.parts.get(WAITING, 0.0)
 
     gpu = Bound(lambda mixed: predict(mixed).total, margin * place.gpu.capacity)
-    host = Bound(host_memory, place.host - states_on_host(setup))
-    return replace(choose(setup, gpu, host, seconds), learned=place.learned)
+    host = Bound(host_memory, max(0, place.host - states_on_host(setup)))
+    return replace(setup, keeping=choose(whole, gpu, host, seconds).keeping)
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ def expected_largest(values: FloatArray, count: int) -> float:
 def faster(run: PredictedRun, most: int = 3) -> list[tuple[str, PredictedRun]]:
     """Other degrees and checkpointing on the same GPUs, with as many packs a step, that fit and take less time, or that
     fit where the run does not: the options to set, and the run with them. The fastest first."""
-    found = [(_changed(run.setup, setup), predict_run(setup, run.place)) for setup in _others(run.setup, run.place)]
+    found = [(_changed(run.given, setup), predict_run(setup, run.place)) for setup in _others(run.given, run.place)]
     worth = (1 - WORTH) * run.time.total if run.fits else math.inf
     fitting = [(words, other) for words, other in found if other.fits and other.time.total < worth]
     return sorted(fitting, key=lambda each: each[1].time.total)[:most]
@@ -203,7 +209,7 @@ def _others(setup: Setup, place: Place) -> Iterator[Setup]:
         if mode == AUTO != setup.checkpointing:
             other = replace(other, every=0)
         if other != setup:
-            yield replace(other, keeping=()) if mode == AUTO else other
+            yield other
 
 
 def _powers(most: int) -> list[int]:

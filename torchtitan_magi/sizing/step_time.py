@@ -4,7 +4,7 @@ Matrix products run at one speed, element-wise passes at that of the memory; bot
 ``gpus``. Communication of FSDP2 hides behind a block's products, that of tensor and expert parallelism does not.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.models.shapes import block_of, num_moe_layers, parameters_of
@@ -121,7 +121,7 @@ def _waiting(setup: Setup, parts: dict[str, float]) -> float:
     num = sum(keeping.offloaded for keeping in setup.keepings) / setup.pp
     if not num:
         return 0.0
-    each = kept_on_host(replace(setup, in_flight=1.0)) / setup.pp / num / HOST_LINK
+    each = kept_on_host(setup) / setup.pp / num / HOST_LINK
     in_layers = sum(seconds for name, seconds in parts.items() if name != "output layer and loss")
     layer = in_layers / setup.model.num_layers * setup.pp
     return num * (max(0.0, each - layer / 3) + max(0.0, each - 2 * layer / 3))

@@ -55,7 +55,7 @@ def choose(setup: Setup, gpu: Bound, host: Bound, seconds: Callable[[Setup], flo
 
     def ends(stages: Sequence[Stage]) -> Iterator[Stage]:
         """The first and the last that fit, of stages that take more and more of each memory, or less and less."""
-        ranges = [_where([*stages], lambda stage, bound=bound: fits(stage, bound)) for bound in (gpu, host)]  # type: ignore[misc]
+        ranges = [_where(stages, functools.partial(fits, bound=bound)) for bound in (gpu, host)]
         first, last = max(low for low, _ in ranges), min(high for _, high in ranges)
         if first <= last:
             yield from {stages[first], stages[last]}
@@ -63,25 +63,26 @@ def choose(setup: Setup, gpu: Bound, host: Bound, seconds: Callable[[Setup], flo
     def best_of(families: Iterable[Sequence[Stage]]) -> Stage:
         return min((stage for stages in families for stage in ends(stages)), key=cost, default=(KINDS[0],) * size)
 
-    best = best_of(_with((first,) * size, last, size) for first, last in itertools.permutations(KINDS, 2))
+    best = best_of(_with((first,) * size, last) for first, last in itertools.permutations(KINDS, 2))
     if cost(best) == float("inf"):
         alike = [(kind,) * size for kind in KINDS]
         return mixed(min((stage for stage in alike if fits(stage, host)), key=lambda stage: gpu.takes(mixed(stage))))
     while True:
-        further = best_of(_with(best, kind, size) for kind in KINDS)
+        further = best_of(_with(best, kind) for kind in KINDS)
         if cost(further) > (1 - GAIN) * cost(best):
             return mixed(best)
         best = further
 
 
-def _with(stage: Stage, kind: Keeping, size: int) -> list[Stage]:
+def _with(stage: Stage, kind: Keeping) -> list[Stage]:
     """The stage with none to all of its layers of another kind: its last ones, or its first if these are offloaded."""
+    size = len(stage)
     if kind.offloaded:
         return [(kind,) * count + stage[count:] for count in range(size + 1)]
     return [stage[: size - count] + (kind,) * count for count in range(size + 1)]
 
 
-def _where(stages: list[Stage], fits: Callable[[Stage], bool]) -> tuple[int, int]:
+def _where(stages: Sequence[Stage], fits: Callable[[Stage], bool]) -> tuple[int, int]:
     """First and last of the stages that fit, if those that do are the first or the last ones; else an empty range."""
     last = len(stages) - 1
     at_first, at_last = fits(stages[0]), fits(stages[last])

@@ -16,6 +16,7 @@ AUTO = "auto"  # mode of activation checkpointing under which layers keep what i
 KEPT = (ALL, PRODUCTS, ATTENTION, INPUTS)  # the most first
 OF_MODE = {"none": ALL, "selective": PRODUCTS, "full": INPUTS}  # torchtitan's modes; selective by operation
 OFFLOADED = "offloaded"
+AHEAD = 2  # layers whose offloaded tensors are on the GPU while they may still be on their way
 PART = re.compile(rf"(?:(\d+) +)?({'|'.join(KEPT)})( +{OFFLOADED})?")
 
 

@@ -267,6 +267,11 @@ def _apply_ac(stock: Any, model: nn.Module, config: Any, *, op_sac_save_list: An
     if config.mode != AUTO:
         stock(model, config, op_sac_save_list=op_sac_save_list, **options)
         return
+    if not hasattr(config, "keeping"):
+        raise ValueError(
+            'activation_checkpoint.mode is "auto", which a train spec that is not ours does not decide; set it to '
+            '"selective", "full" or "none"'
+        )
     layers = model.get_submodule("layers")
     for kept, mode in ((INPUTS, "full"), (PRODUCTS, "selective"), (ATTENTION, "selective")):
         alike = nn.Module()

@@ -67,11 +67,11 @@ def note_beyond(setup: Setup, folder: Path, measured: int | None) -> None:
     """
     if measured is None:
         capacity = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        measured = predict(setup).total + max(0, _beyond(setup, folder)) + int(AFTER_OUT_OF_MEMORY * capacity)
-    # Not what a run took less: its first packs may bring fewer rows than later ones.
-    beyond = {**_read(folder), _key(setup): max(0, measured - predict(setup).total)}
+        beyond = _beyond(setup, folder) + int(AFTER_OUT_OF_MEMORY * capacity)
+    else:  # not what a run took less: its first packs may bring fewer rows than later ones
+        beyond = max(0, measured - predict(setup).total)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / FILE, json.dumps(beyond).encode())
+    write_whole(folder / FILE, json.dumps({**_read(folder), _key(setup): beyond}).encode())
 
 
 def _beyond(setup: Setup, folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""The layers of a model that offload what they keep."""
+"""Layers of a model that keep all, and those that offload what they keep."""
 
 from collections.abc import Sequence
 from typing import Any

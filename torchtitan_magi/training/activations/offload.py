@@ -19,10 +19,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from torchtitan_magi.sizing.keeping.kinds import AHEAD
 from torchtitan_magi.training.activations.host_memory import Copies
 
 SMALL = 1 << 20  # bytes of a tensor below which it stays on the GPU
-AHEAD = 2  # layers whose tensors stay on the GPU while they may still be on their way
 
 
 class _Away:
