@@ -171,9 +171,8 @@ def checkpoint_by_a_spec_of_ones_own():
 
 def test_such_a_train_spec_cannot_let_us_decide_what_layers_keep():
     (said,) = call(value_errors, checkpoint_by_a_spec_of_ones_own, [()])
-    assert_one_line(
-        said, ['activation_checkpoint.mode is "auto"', "train spec that is not ours", '"selective", "full"']
-    )
+    assert said.startswith('activation_checkpoint.mode is "auto", which a train spec that is not ours does not decide')
+    assert said.endswith('set it to "selective", "full" or "none"')
 
 
 def lay_out(world_size, degrees):
