@@ -6,7 +6,7 @@ Every value of out, lse, dq, dk, dv must be within twice the largest error of a 
 dtype, plus four units in the last place of the largest value; the same for the error's norm. The plain implementation
 is the worse of two: torch's autograd in the input dtype, and the textbook backward in fp64 whose delta = rowsum(out *
 dout) is taken from the rounded out, as every flash-attention backward does (it matters for rows that see two or three
-keys, where torch's error is next to nothing). Uninitialised memory is NaN.
+keys, where torch's error is next to nothing). Uninitialised memory is NaN. All GPUs of the machine share the cases.
 """
 
 import multiprocessing
@@ -41,6 +41,8 @@ FEW_HEADS = [(8, 1), (14, 2), (3, 3), (12, 2)]  # for variants that are compiled
 HEAD_DIMS = [(128, 128), (64, 64), (128, 128), (64, 64), (96, 96), (32, 32), (40, 40), (8, 8)]
 WIDE_HEAD_DIMS = [(192, 128), (256, 256), (192, 192), (256, 256), (192, 128)]
 WIDE_HEAD_DIMS += [(144, 96), (208, 208), (240, 128), (96, 64), (128, 64)]
+SPAWN = multiprocessing.get_context("spawn")
+PROCESSES = 4  # on each GPU: a small case is mostly the host's work
 
 
 @dataclass
@@ -284,9 +286,28 @@ def variants_of(case: Case) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
 def compile_ahead(cases: list[Case]) -> None:
     """Fills the disk cache in parallel."""
     variants = sorted(set().union(*(variants_of(case) for case in cases)))
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(mp_context=SPAWN) as pool:
         list(pool.map(jit.cubin, [name for name, _ in variants], [dict(macros) for _, macros in variants]))
     print(f"{len(variants)} kernels compiled", flush=True)
+
+
+def poison() -> None:
+    """From now on torch.empty gives NaN, and products in bf16 are added up in float32."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def begin(gpus: "multiprocessing.Queue[int]") -> None:
+    """Begins a process of those that share the cases."""
+    torch.cuda.set_device(gpus.get())
+    poison()
+
+
+def processes_on_gpus() -> ProcessPoolExecutor:
+    numbers, gpus = list(range(torch.cuda.device_count())) * PROCESSES, SPAWN.Queue()
+    for number in numbers:
+        gpus.put(number)
+    return ProcessPoolExecutor(len(numbers), SPAWN, begin, (gpus,))
 
 
 def run_alone(rng: random.Random, num_cases: int) -> None:
@@ -323,27 +344,28 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=500, help="stop starting cases after this long")
     parser.add_argument("--only-ours", action="store_true", help="run the kernels alone, small: for compute-sanitizer")
     arguments = parser.parse_args()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     rng = random.Random(arguments.seed)
     if arguments.only_ours:
+        poison()
         run_alone(rng, arguments.cases)
         return
     cases = named_cases() + [random_case(rng) for _ in range(arguments.cases)]
     compile_ahead(cases)
     start, done, failed, worst = time.time(), 0, 0, {}
-    for i, case in enumerate(cases):
-        if time.time() - start > arguments.seconds:
-            break
-        shares, problems = run_case(case, arguments.seed + i)
-        done += 1
-        for name, share in shares.items():
-            worst[name] = max(worst.get(name, 0.0), share)
-        if problems:
-            failed += 1
-            if failed <= 12:
-                tables = [s.table.tolist() for s in case.stages] if case.name == "random" else case.name
-                print(f"case {i} FAILED {problems}\n  {replace(case, stages=[])} {str(tables)[:300]}", flush=True)
+    with processes_on_gpus() as pool:
+        seeds = range(arguments.seed, arguments.seed + len(cases))
+        for i, (case, (shares, problems)) in enumerate(zip(cases, pool.map(run_case, cases, seeds), strict=True)):
+            done += 1
+            for name, share in shares.items():
+                worst[name] = max(worst.get(name, 0.0), share)
+            if problems:
+                failed += 1
+                if failed <= 12:
+                    tables = [s.table.tolist() for s in case.stages] if case.name == "random" else case.name
+                    print(f"case {i} FAILED {problems}\n  {replace(case, stages=[])} {str(tables)[:300]}", flush=True)
+            if time.time() - start > arguments.seconds:
+                pool.shutdown(cancel_futures=True)
+                break
     summary = {"cases": done, "failed": failed, "worst_share_of_budget": {k: round(v, 3) for k, v in worst.items()},
                "seconds": round(time.time() - start, 1), "seed": arguments.seed}  # fmt: skip
     print(summary)

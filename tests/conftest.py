@@ -7,8 +7,10 @@ import tempfile
 import hypothesis
 import pytest
 import torch
+from support.workers import share_out_gpus
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+share_out_gpus(os.environ)  # before anything asks for a GPU
 if not torch.cuda.is_available():  # with GPUs, compiled kernels are kept from run to run
     CACHE = tempfile.TemporaryDirectory(prefix="magi-cache-")
     os.environ["TORCHTITAN_MAGI_CACHE"] = CACHE.name

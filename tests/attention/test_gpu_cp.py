@@ -22,7 +22,7 @@ from torchtitan_magi.exchange.transport import ProcessGroupTransport
 pytestmark = [pytest.mark.gpu, needs_hopper]
 
 
-@pytest.fixture(scope="module", params=[2, 4, 8])
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.alone(gpus=n)) for n in (2, 4, 8)])
 def pool(request):
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs, there are {torch.cuda.device_count()}")

@@ -202,16 +202,18 @@ def main(rank, folder):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone(gpus=2)
 @needs_hopper
 @needs_two_gpus
 @pytest.mark.parametrize("given", [{}, {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "0"}], ids=["tried", "refused"])
 def test_ranks_that_each_see_one_gpu(given, tmp_path):
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, (here, here.parent, here.parents[1])))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", f"import test_hidden_gpus as t; t.main({rank}, {str(tmp_path)!r})"],
-            env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": str(rank)} | given,
+            env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": gpus[rank]} | given,
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -1,6 +1,6 @@
 """Trains as torchtitan_magi.train does, but rank 1 fails at step 4: faulty_rank.py PHASE CAUSE [training arguments]
 
-CAUSE is a signal's name, or "memory": rank 1 wants more than is left of its GPU's memory.
+CAUSE is a signal's name, or "memory": rank 1 wants more than it may have of its GPU's memory.
 """
 
 import signal
@@ -15,6 +15,7 @@ STEP = 4
 
 
 def take_memory() -> None:
+    torch.cuda.set_per_process_memory_fraction(0.1)  # the rest is for others that share the GPU
     taken = []
     while True:
         taken.append(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))

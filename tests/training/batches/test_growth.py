@@ -115,6 +115,7 @@ def fill_the_cache_after_two_steps(report):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone(gpus=2)
 @needs_two_gpus
 def test_a_run_whose_longest_document_comes_late_goes_on_with_a_full_cache(monkeypatch):
     monkeypatch.setattr(training, "ON_GPUS", True)
