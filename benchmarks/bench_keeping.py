@@ -30,7 +30,7 @@ from bench_models import LLAMA, Case, memory_cells, predicted, run
 from figures import Row, part, recording_parser, save, table
 
 from torchtitan_magi.calibrate import facts_of_run
-from torchtitan_magi.sizing.keeping.kinds import ATTENTION, AUTO, parse
+from torchtitan_magi.sizing.keeping.kinds import ATTENTION, AUTO, as_option, parse
 from torchtitan_magi.sizing.memory import GIB, host_memory
 
 TIMEOUT = 420  # seconds per row
@@ -145,9 +145,10 @@ def main() -> None:
     for name in arguments.cases:
         case, steps, keeps = CASES[name]
         for keep in keeps:
-            if any(row["case"] == name and keep in (row["keep"], row["kept"]) for row in found["rows"]):
-                continue
             mix = () if keep == AUTO else parse(keep, case.layers)
+            done = [row for row in found["rows"] if row["case"] == name]
+            if any(keep == row["keep"] or as_option(mix) == row["kept"] for row in done):
+                continue
             if not predicted(case, found["device"], mix).fits:
                 print(f"{name}, {keep}: predicted not to fit", flush=True)
                 continue
