@@ -30,6 +30,7 @@ from torchtitan_magi.sizing.predicted_run import PredictedRun
 
 GPUS = 8
 TIMEOUT = 480  # seconds per row
+EVERY = 4  # layers of Qwen3.5 until one with full attention
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def smaller(case: Case, gpus: int, layers: int | None) -> Case:
     cp = max(1, case.cp // share)
     ep = max(1, case.ep // share)
     some = replace(case, gpus=gpus, cp=cp, ep=ep, packs=gpus // cp, tokens=case.tokens * cp // case.cp)
-    return replace(some, layers=min(case.layers, layers or case.layers))
+    fewest = EVERY if case.model == "qwen3_5" else 1
+    return replace(some, layers=min(case.layers, max(layers or case.layers, fewest)))
 
 
 def as_row(expected: PredictedRun) -> Row:
