@@ -5,7 +5,7 @@
 
 Each case is a run of its own on one GPU by the package's command, with the layer shapes of a published model and random
 weights. Documents are those of bench_train.py. A row has the median over steps of the seconds per step, the first ones
-not counted, and the most memory: allocated by PyTorch and outside its allocator.
+not counted, and the most memory: allocated by PyTorch and outside its allocator, of the GPU that has the most.
 """
 
 import itertools
@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench_train import CHARACTERS, documents
+from bench_train import CHARACTERS, documents, ended_well
 from figures import part, recording_parser, save, table, thousands
 
 from torchtitan_magi.calibrate import facts_of_run
@@ -34,7 +33,8 @@ from torchtitan_magi.sizing.run_file import RunFile, setup_of_file
 from torchtitan_magi.sizing.sample_packs import pairs_of, sample
 
 ROOT = Path(__file__).resolve().parent.parent
-WARM_UP = 8  # steps before timing
+WARM_UP = 8  # steps before timing, at most half of them
+LONG = 100  # steps from which on a run is recorded by its fifths
 TIMEOUT = 150  # seconds per run
 RECORD = "--record-to"  # first argument of this file as a process of a run
 GPT_OSS = {
@@ -176,7 +176,7 @@ def records(case: Case) -> list[dict[str, str]]:
     """The documents, or pairs of which half a document is the prompt and a quarter each answer."""
     texts = [row["text"] for row in documents(case.tokens)]
     if case.one_document:
-        return [{"text": "".join(texts)[: case.tokens * CHARACTERS]}] * 8
+        return [{"text": "".join(texts)[: case.tokens * (CHARACTERS + 1)]}] * 8  # longer, and cut to the pack
     if case.dataset == "sft":
         return [{"text": text} for text in texts]
     cuts = [(len(text) // 2, 3 * len(text) // 4) for text in texts if len(text) > 40]
@@ -209,15 +209,19 @@ def run(case: Case, steps: int, options: Sequence[str] = (), timeout: float = TI
             RECORD,
         ]
         command += [name, "--job.config_file", f"{name}/bench.toml", "--training.steps", str(steps), *options]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        try:
-            done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-        except subprocess.TimeoutExpired as error:
-            return {"error": str(error.stdout)[-1500:]}
-        if done.returncode:
-            return {"error": (done.stdout + done.stderr)[-2500:]}
-        found: dict[str, Any] = json.loads((folder / "record.json").read_text())
-        return found
+        return recorded(command, folder, timeout)
+
+
+def recorded(command: Sequence[str], folder: Path, timeout: float = TIMEOUT) -> dict[str, Any]:
+    """What the processes of a run recorded in a folder, see ``record_run``; what was printed, if it failed.
+
+    Returns:
+        That of the first process, with the most memory that any of them had.
+    """
+    if not ended_well(command, log := folder / "log", timeout):
+        return {"error": log.read_text()[-3000:]}
+    ranks: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(folder.glob("record*.json"))]
+    return ranks[0] | {key: max(rank[key] for rank in ranks) for key in ranks[0] if key.endswith("_gib")}
 
 
 def record_run() -> None:
@@ -232,7 +236,7 @@ def record_run() -> None:
     from torchtitan_magi.training.metrics import PlanMetrics
 
     times: list[float] = []
-    peaks = {"peak_gib": 0.0, "outside_gib": 0.0}
+    seen: list[tuple[float, ...]] = []  # of each step: GiB of the GPU allocated at most and outside, and of the host
     memory: Any = None
     log = PlanMetrics.log
 
@@ -240,21 +244,28 @@ def record_run() -> None:
         nonlocal memory
         memory = self.memory
         times.append(time.perf_counter())
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            now = torch.cuda.max_memory_allocated(), total - free - torch.cuda.memory_reserved()  # the log resets them
-            peaks.update({key: max(most, size / GIB) for (key, most), size in zip(peaks.items(), now, strict=True)})
+        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        now = torch.cuda.max_memory_allocated(), total - free - torch.cuda.memory_reserved()  # the log resets them
+        seen.append((now[0] / GIB, now[1] / GIB, host_gib()))
         log(self, *arguments, **options)
 
     PlanMetrics.log = record_and_log  # type: ignore[method-assign]
     main()
     seconds = [after - before for before, after in itertools.pairwise(times)]
     seconds = seconds[min(WARM_UP, len(seconds) // 2) :]
-    found = {"step_ms": 1e3 * statistics.median(seconds)} | peaks
-    found["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    found["kept"] = as_option(memory.setup.keepings)
-    if int(os.environ["RANK"]) == 0:
-        Path(folder, "record.json").write_text(json.dumps(found))
+    columns = dict(zip(("peak_gib", "outside_gib", "host_gib"), zip(*seen, strict=True), strict=True))
+    found: dict[str, Any] = {"step_ms": 1e3 * statistics.median(seconds), "kept": as_option(memory.setup.keepings)}
+    found |= {name: max(values) for name, values in columns.items()} | {"host_after_gib": host_gib()}
+    if len(times) >= LONG:
+        fifths = [range(len(times))[i * len(times) // 5 : (i + 1) * len(times) // 5] for i in range(5)]
+        found["fifths"] = {name: [max(of[i] for i in fifth) for fifth in fifths] for name, of in columns.items()}
+        found["fifths"]["step_ms"] = [1e3 * (times[fifth[-1]] - times[fifth[0]]) / (len(fifth) - 1) for fifth in fifths]
+    Path(folder, f"record{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def host_gib() -> float:
+    """GiB of the host's memory that this process has now, pinned or not."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / GIB
 
 
 def predicted(case: Case, device: str, keeping: tuple[Keeping, ...] = ()) -> PredictedRun:

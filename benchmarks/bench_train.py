@@ -41,7 +41,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = "--record-to"  # first argument of this file as a process of a run
 WARM_UP = 5  # steps before timing
 TIMEOUT = 300  # seconds per run
+PATIENCE = 45  # seconds that torchrun has to end its ranks
 PACKS = 40  # packs until documents repeat
 CHARACTERS = 3  # per token, about, by the demo tokenizer
 NAMES = {"ours": "ours", "flex": "torchtitan's flex_attention CP", "no attention": "ours without attention",
@@ -112,17 +114,7 @@ def run(name: str, tokens: int, mode: str, arguments: argparse.Namespace) -> dic
         command += ["--parallelism.expert_parallel_degree", str(arguments.expert_parallel)]
         command += ["--activation_checkpoint.mode", mode, "--activation_checkpoint.selective_ac_option", "op"]
         command += [*strategy.options.split(), *arguments.options.split()]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        with open(f"{folder}/log", "w+") as log:
-            job = subprocess.Popen(
-                command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                failed = job.wait(TIMEOUT) != 0
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, signal.SIGKILL)
-                failed = True
-        if failed:
+        if not ended_well(command, Path(folder, "log"), TIMEOUT):
             return {"error": Path(folder, "log").read_text()[-3000:]}
         ranks = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
         epochs = len(set(re.findall(r"end of epoch (\d+)", Path(folder, "log").read_text())))
@@ -141,6 +133,27 @@ def run(name: str, tokens: int, mode: str, arguments: argparse.Namespace) -> dic
         "reserved_gib": max(rank["reserved_gib"] for rank in ranks),
         "outside_gib": max(rank["outside_gib"] for rank in ranks), "loss": ranks[0]["losses"][-1],
     }  # fmt: skip
+
+
+def ended_well(command: Sequence[str], log: Path, timeout: float) -> bool:
+    """Whether a torchrun ended without an error. What it prints is written to ``log``.
+
+    Args:
+        timeout: seconds, after which it is ended, and its ranks with it; so they are if this process is told to end.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    with log.open("w") as out:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        job = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            return job.wait(timeout) == 0
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            job.terminate()  # ranks are in process groups of their own: torchrun ends them
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(PATIENCE)
+            job.kill()
 
 
 def record_run() -> None:

@@ -17,8 +17,6 @@ Data
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -104,12 +102,7 @@ def run(path: Path, shared: bool, gpus: int, layers: int, steps: int) -> dict[st
         command += [bench_models.__file__, bench_models.RECORD, name, "--job.config_file", f"{name}/bench.toml"]
         command += ["--training.dataset_path", str(path), "--training.steps", str(steps)]
         command += ["--parallelism.context_parallel_degree", str(gpus)] + ["--magi.share_prefixes"] * shared
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
-        if done.returncode:
-            return {"error": (done.stdout + done.stderr)[-2500:]}
-        found: dict[str, Any] = json.loads(Path(name, "record.json").read_text())
-        return found
+        return bench_models.recorded(command, Path(name), TIMEOUT)
 
 
 def row_of(name: str, path: Path, shared: bool, arguments: Any) -> Row:

@@ -10,8 +10,8 @@ context parallelism over some GPUs, FSDP2 over all. Rows that a file has already
 cut short goes on. A row has the milliseconds of a step, tokens per second of a GPU, MFU, and the memory that PyTorch
 allocated, beside what `torchtitan-magi size` predicts on packs of the histogram; --predict writes that alone, on any
 machine. torchtitan's own context parallelism on the same documents is timed by bench_train.py, one layer's attention by
-bench_cp.py. --layers and --gpus are for a trial of every row: fewer layers, and packs that are as much shorter as the
-GPUs are fewer.
+bench_cp.py. Rows predicted not to fit are not run. --layers and --gpus are for a trial of every row: fewer layers, and
+packs that are as much shorter as the GPUs are fewer. --rows are run in the order in which they are given.
 """
 
 import json
@@ -30,6 +30,7 @@ from torchtitan_magi.sizing.predicted_run import PredictedRun
 
 GPUS = 8
 TIMEOUT = 480  # seconds per row
+EVERY = 4  # layers of Qwen3.5 until one with full attention
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def smaller(case: Case, gpus: int, layers: int | None) -> Case:
     cp = max(1, case.cp // share)
     ep = max(1, case.ep // share)
     some = replace(case, gpus=gpus, cp=cp, ep=ep, packs=gpus // cp, tokens=case.tokens * cp // case.cp)
-    return replace(some, layers=min(case.layers, layers or case.layers))
+    fewest = EVERY if case.model == "qwen3_5" else 1
+    return replace(some, layers=min(case.layers, max(layers or case.layers, fewest)))
 
 
 def as_row(expected: PredictedRun) -> Row:
@@ -130,6 +132,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(known), choices=known, metavar="ROW", help="to run")
     parser.add_argument("--gpus", type=int, default=GPUS, choices=(2, 4, 8), help="of this machine")
     parser.add_argument("--layers", type=int, help="of each model, in place of all")
+    parser.add_argument("--steps", type=int, help="of each run, in place of 12; those of one document have 2")
     parser.add_argument("--gpu", default="H100", help="kind of GPU of --predict")
     parser.add_argument("--predict", action="store_true", help="predict only")
     arguments = parser.parse_args()
@@ -142,9 +145,14 @@ def main() -> None:
         if any(row["row"] == name for row in found["rows"]):
             continue
         one = replace(known[name], case=smaller(known[name].case, arguments.gpus, arguments.layers))
-        row = {"row": name, "data": one.data} | as_row(predicted(one.case, device))
+        one = replace(one, steps=min(one.steps, arguments.steps or one.steps))
+        expected = predicted(one.case, device)
+        row = {"row": name, "data": one.data} | as_row(expected)
         if not arguments.predict:
-            measured = timed(one, predicted(one.case, device))
+            if not expected.fits:
+                print(f"{name}: predicted not to fit", flush=True)
+                continue
+            measured = timed(one, expected)
             if "error" in measured:
                 print(f"{name} FAILED\n{measured['error']}", flush=True)
                 continue
