@@ -51,7 +51,7 @@ other=titan_v02
 [[ $TITAN == 0.3 ]] || other=titan_v03
 mapfile -t files < <(grep --recursive --files-with-matches --include='test_*.py' --exclude-dir="$other" 'mark\.gpu\b' tests)
 tests() { # name, processes, which tests
-    start "$1" "$python" -m pytest --quiet --numprocesses "$2" --maxschedchunk 1 -m "$3" "${files[@]}"
+    start "$1" "$python" -m pytest --quiet -rfEs --numprocesses "$2" --maxschedchunk 1 -m "$3" "${files[@]}"
 }
 
 if ((${#gpus[@]} == 0)); then
