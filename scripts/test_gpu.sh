@@ -51,7 +51,7 @@ other=titan_v02
 [[ $TITAN == 0.3 ]] || other=titan_v03
 mapfile -t files < <(grep --recursive --files-with-matches --include='test_*.py' --exclude-dir="$other" 'mark\.gpu\b' tests)
 tests() { # name, processes, which tests
-    start "$1" "$python" -m pytest --quiet --numprocesses "$2" --maxschedchunk 1 -m "$3" "${files[@]}"
+    start "$1" "$python" -m pytest --quiet -rfEs --numprocesses "$2" --maxschedchunk 1 -m "$3" "${files[@]}"
 }
 
 if ((${#gpus[@]} == 0)); then
@@ -70,7 +70,7 @@ for tool in memcheck racecheck; do
         start "$tool-$name" env CUDA_VISIBLE_DEVICES="$gpu" $sanitizer "$python" $work
     done
 done
-start fp64 "$python" benchmarks/check_kernel.py --cases 2000 --seconds inf
+start fp64 nice "$python" benchmarks/check_kernel.py --cases 2000 --seconds inf
 at_least_one() { echo $(($1 > 0 ? $1 : 1)); }
 processes=$(at_least_one $(($(nproc) / 4))) # a test may start four processes
 tests tests $((processes < 6 * ${#gpus[@]} ? processes : 6 * ${#gpus[@]})) "gpu and not alone"
