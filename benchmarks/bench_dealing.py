@@ -40,7 +40,7 @@ def window_of(name: str, rng: np.random.Generator, seq_len: int) -> np.ndarray:
 
 
 def slowest_over_mean(times: np.ndarray, order: np.ndarray, ranks: int) -> float:
-    """Of the whole steps of packs in an order."""
+    """The slowest rank's time over the mean, of the whole steps of packs in an order."""
     steps = times[order[: len(order) // ranks * ranks]].reshape(-1, ranks)
     return float(steps.max(1).sum() / steps.mean(1).sum())
 

@@ -66,7 +66,7 @@ class Gpu:
         return library, device
 
     def clock(self) -> int:
-        """Of the SMs, MHz."""
+        """The clock of the SMs, MHz."""
         library, device = self._library
         found = ctypes.c_uint()
         assert library.nvmlDeviceGetClockInfo(device, self.SM_CLOCK, ctypes.byref(found)) == 0

@@ -1,5 +1,5 @@
-// The causal short convolution of packed documents at the speed of memory, one launch for each direction. A thread takes
-// 8 channels of a run of tokens and keeps the rows before its token in registers.
+// The causal short convolution of packed documents at the speed of memory, one launch for each direction. A thread
+// takes 8 channels of a run of tokens and keeps the rows before its token in registers.
 //
 // Compile-time macros
 //   SILU       out = silu(sum) (default: the sum)

@@ -246,6 +246,11 @@ def test_every_public_name_has_a_docstring():
         assert getattr(torchtitan_magi, name).__doc__, name
 
 
+def test_no_docstring_of_the_package_is_of_something():
+    """One that begins with "Of" leaves out what it is about."""
+    assert [path.name for path in PACKAGE.rglob("*.py") if '"""Of ' in path.read_text()] == []
+
+
 def lines_of_code(path):
     """Lines without blank ones, comments and docstrings."""
     text = path.read_text()

@@ -52,7 +52,7 @@ def on_trees(layer, inputs, nodes):
 
 
 def flat_ways(lengths, parents, starts=None):
-    """Of each node of trees its tokens, and the tokens from its root up to its end."""
+    """The tokens of each node of trees, and the tokens from its root up to its end."""
     starts = np.cumsum([0, *lengths[:-1]]) if starts is None else starts
     ways = []
     for length, parent, start in zip(lengths, parents, starts, strict=True):

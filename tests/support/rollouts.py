@@ -15,7 +15,7 @@ NUM_PROMPTS, NUM_ANSWERS = 5, 4
 
 
 def sampled_tokens(record):
-    """Of each answer the number of tokens that are learned, by the demo's tokenizer."""
+    """The number of learned tokens of each answer, by the demo's tokenizer."""
     unknown = [answer | {"logprobs": None} for answer in record["completions"]]
     made = load_chat_tokenizer(corpus() / "tokenizer").rollouts([parse_rollouts(record | {"completions": unknown})])
     return [int(document.loss_mask.sum()) for document in made[0].documents]

@@ -11,7 +11,7 @@ GPT_OSS_20B = ModelConfig("gpt_oss", 2880, 24, 64, 8, 64, 0, 201088, 1e-5, Rope(
 
 
 def _qwen3_5(dim: int, num_layers: int, heads: tuple[int, int], hidden_dim: int, heads_v: int) -> ModelConfig:
-    """Of every four layers three have linear attention."""
+    """A Qwen3.5 model, in which three of every four layers have linear attention."""
     layers = tuple(number for number in range(num_layers) if number % 4 != 3)
     linear = LinearAttention(layers, 16, heads_v, 128, 128, 4)
     return ModelConfig(

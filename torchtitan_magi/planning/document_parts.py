@@ -155,7 +155,7 @@ class DocumentParts:
 
 
 class Counts(NamedTuple):
-    """Of a rank what says how much it keeps of a layer for the backward."""
+    """Numbers that say how much a rank keeps of a layer for the backward."""
 
     states: int  # parts, on any rank, that its own go on from
     matrices: int  # its parts that go on from one and that others go on from

@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def hours(self) -> float | None:
-        """Of the whole run, without checkpoints and validation."""
+        """Hours of the whole run, without checkpoints and validation."""
         return None if self.steps is None else self.steps * self.run.time.total / 3600
 
     @property
@@ -198,7 +198,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
 
 
 def _sharing_json(answer: Answer) -> dict[str, float] | None:
-    """Of the records that were packed as trees; None where none are."""
+    """What sharing saves of the records that were packed as trees; None where none are."""
     if (counts := answer.counts) is None or answer.per_epoch is None:
         return None
     return {

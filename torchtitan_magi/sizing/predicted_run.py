@@ -85,7 +85,7 @@ class PredictedRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens that one GPU takes in a second."""
         return self.tokens / self.time.total / self.setup.world_size
 
     @property

@@ -96,7 +96,7 @@ class PackedRolloutDataset(PackedDataset):
         return item, labels
 
     def _advantage(self, block: TokenBlock, index: int, first: int) -> float:
-        """Of the answer that begins with the token ``first`` of a block."""
+        """The advantage of the answer that begins with the token ``first`` of a block."""
         parts = slice(*block.firsts[index : index + 2].tolist())
         values = block.weights[parts]
         if block.rewarded[index]:

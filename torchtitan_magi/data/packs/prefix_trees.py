@@ -154,8 +154,8 @@ def _branches(common: np.ndarray, first: int, last: int, fork: int) -> list[tupl
 
 
 def paths_of(shared: Iterable[int], starts: Iterable[int]) -> Iterator[list[tuple[int, int]]]:
-    """Of each piece the runs that it lies in, its own last: how many of its positions stand before the run, and where
-    the run begins.
+    """The runs that each piece lies in, its own last: how many of its positions stand before the run, and where the
+    run begins.
 
     Args:
         shared: see `Trees`.

@@ -69,13 +69,13 @@ class MagiMixedAC(MagiSelectiveAC):
     @dataclass(kw_only=True, slots=True)
     class Config(MagiSelectiveAC.Config):
         keeping: tuple[Keeping, ...] = ()
-        """Of all layers of the model; decided before it is built."""
+        """What each layer of the model keeps; decided before it is built."""
 
     config: Config
     _kept = ALL  # of the layer that is wrapped
 
     def get_save_ops(self) -> set[Any]:
-        """Of a layer that keeps what attention puts out: that alone, and the choice of experts, not to change it."""
+        """A layer that keeps what attention puts out keeps that alone, and the choice of experts, not to change it."""
         return {*ATTENTION_OPS, torch.ops.aten.topk.default} if self._kept == ATTENTION else super().get_save_ops()
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
