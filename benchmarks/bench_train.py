@@ -62,7 +62,8 @@ PACKS = 40  # packs until documents repeat
 CHARACTERS = 3  # per token, about, by the demo tokenizer
 NAMES = {"ours": "ours", "flex": "torchtitan's flex_attention CP", "no attention": "ours without attention",
          "no CP": "no CP, torchtitan's varlen", "no CP, flex": "no CP, torchtitan's flex_attention",
-         "flex_flash": "torchtitan's flex_flash CP", "no CP, flex_flash": "no CP, torchtitan's flex_flash"}  # fmt: skip
+         "flex_flash": "torchtitan's flex_flash CP", "no CP, flex_flash": "no CP, torchtitan's flex_flash",
+         "no CP, stock": "no CP, torchtitan's own model"}  # fmt: skip
 HOOKS = "--job.custom_config_module torchtitan_magi.titan --experimental.custom_import torchtitan_magi.titan"
 
 

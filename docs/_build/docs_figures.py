@@ -23,6 +23,7 @@ OWNERS = (
     "bench_dealing",
     "bench_keeping",
     "bench_kernel",
+    "bench_hybrid",
     "bench_linear",
     "bench_models",
     "bench_plan",
