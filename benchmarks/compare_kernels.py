@@ -1,20 +1,23 @@
-"""Times the kernels of this tree against those of another folder, in one run: what a change is worth.
+"""Times the kernels of this tree against those of other folders, in one run: what a change is worth.
 
     git worktree add /tmp/before HEAD~1
     python benchmarks/compare_kernels.py /tmp/before/kernels --groups masks
 
-Two runs of a benchmark on two GPUs, or on one that has become warm, differ by more than most changes do. Here both
-versions take turns on the same inputs, in a new order every round, and the table has the medians' ratio. The host half
-is this tree's for both, so both must take the same parameters and work lists. Kernels alone, without autograd.
+Two runs of a benchmark on two GPUs, or on one that has become warm, differ by more than most changes do. Here all
+versions take turns of 25 ms on the same inputs, and the table has the other versions' times over those of this tree's
+neighbouring bursts, with half of the distance between the quartiles: a second for each direction of a case tells 1%.
+The host half is this tree's for all, so all must take the same parameters and work lists. Kernels alone, without
+autograd.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from bench_kernel import GROUPS
-from figures import parser
+from figures import parser, thousands
 from rivals import Case
-from timing import Sustained, sustained, take_turns
+from timing import in_bursts
 from torch import Tensor
 
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
@@ -51,36 +54,40 @@ class Version:
         self.attn.backward(self.inputs, self.out_grads, self.grads)
 
 
-def compare(case: Case, folders: dict[str, Path], wanted: float, is_sustained: bool) -> str:
+def compare(case: Case, folders: dict[str, Path], wanted: float) -> Iterator[str]:
+    """A line for each direction."""
     torch.manual_seed(0)
     (heads_q, heads_kv), (dim, value_dim) = case.heads, case.dims
     shapes = (heads_q, dim), (heads_kv, dim), (heads_kv, value_dim), (heads_q, value_dim)
     inputs = tuple(torch.randn(case.tokens, *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     versions = {name: Version(folder, case, inputs) for name, folder in folders.items()}
-    for ours, theirs in zip(*(version.results for version in versions.values()), strict=True):
-        difference = float((ours - theirs).norm() / theirs.norm())
-        assert difference < CLOSE, f"the two versions differ by {difference:.1e} on {case}"
-    cells = []
+    this, *others = versions.values()
+    for other in others:
+        for x, y in zip(this.results, other.results, strict=True):
+            difference = float((x - y).norm() / x.norm())
+            assert difference < CLOSE, f"two versions differ by {difference:.1e} on {case}"
     for direction, columns in (("forward", dim + value_dim), ("backward", 3 * dim + 2 * value_dim)):
         runs = {name: getattr(version, direction) for name, version in versions.items()}
-        times = sustained(runs, wanted) if is_sustained else take_turns(runs, wanted)
-        this, other = (x.ms if isinstance(x, Sustained) else x for x in times.values())
-        tflops = 2e-9 * case.slices().area * columns * heads_q / this
-        cells.append(f"{direction} {tflops:4.0f} TFLOP/s, x {other / this:.3f}")
-    return f"{case.name:18s}{case.tokens:>8d} {heads_q}:{heads_kv} {dim}/{value_dim}  " + "   ".join(cells)
+        found = in_bursts(runs, wanted, can_replay=direction == "forward")
+        tflops = 2e-9 * case.slices().area * columns * heads_q / found["this"].ms
+        ratios = [f"{name} x {time.ratio:.3f} +- {time.spread:.3f}" for name, time in found.items() if name != "this"]
+        yield (
+            f"{case.name:18s}{thousands(case.tokens):>5s} {heads_q}:{heads_kv} {dim}/{value_dim}  "
+            f"{direction:8s} {tflops:4.0f} TFLOP/s   {'   '.join(ratios)}"
+        )
 
 
 def main() -> None:
     command = parser(__doc__)
-    command.add_argument("other", type=Path, help="folder of the kernels to compare with")
+    command.add_argument("others", type=Path, nargs="+", help="folders of the kernels to compare with")
     command.add_argument("--groups", nargs="+", default=["masks"], choices=GROUPS, help="cases of bench_kernel.py")
-    command.add_argument("--ms", type=float, default=160, help="GPU time of each measurement")
-    command.add_argument("--sustained", action="store_true", help="each without a pause, as in training")
+    command.add_argument("--ms", type=float, default=250, help="GPU time of each version and direction")
     arguments = command.parse_args()
-    folders = {"this": jit.kernel_dir(), "other": arguments.other}
+    folders = {"this": jit.kernel_dir()} | {str(folder): folder for folder in arguments.others}
     for group in arguments.groups:
         for case in GROUPS[group]:
-            print(compare(case, folders, arguments.ms, arguments.sustained), flush=True)
+            for line in compare(case, folders, arguments.ms):
+                print(line, flush=True)
 
 
 if __name__ == "__main__":
