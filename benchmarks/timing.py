@@ -3,7 +3,8 @@
 import random
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -17,8 +18,8 @@ SHORT_MS, REPLAYED = 0.1, 50  # calls shorter than this may tell the speed of th
 
 @dataclass(frozen=True)
 class Time:
-    """A call's median ms, and its time over that of the first run's calls just before and after: the median of all
-    bursts, and half of the distance between their quartiles."""
+    """A call's median ms, and its time over that of the first's calls just before and after: the median of all bursts,
+    and half of the distance between their quartiles."""
 
     ms: float
     ratio: float
@@ -26,19 +27,32 @@ class Time:
 
 
 def in_bursts(runs: Runs, wanted: float, can_replay: bool = False) -> dict[str, Time]:
-    """Each run without a pause for BURST_MS, then the first one again, then the next; the others in a new order every
-    round. Neighbouring bursts see the same clock and the same heat, so their ratios repeat to 1% where times do not.
+    """Each run without a pause for BURST_MS, then the first one again, then the next; see `compared`.
 
     Args:
-        wanted: ms of each run, in three bursts at least; those of the first round do not count.
+        wanted: ms of each run.
         can_replay: where a call is short, all runs are replayed as CUDA graphs, without what the host does for a call.
     """
-    calls, of_call = 1, {name: first_ms(run) for name, run in runs.items()}
+    of_call, calls = {name: first_ms(run) for name, run in runs.items()}, 1
     if can_replay and min(of_call.values()) < SHORT_MS:
         runs, calls = {name: as_graph(run) for name, run in runs.items()}, REPLAYED
         of_call = {name: first_ms(run) for name, run in runs.items()}
-    counts = {name: max(1, round(BURST_MS / ms)) for name, ms in of_call.items()}
-    first, *others = runs
+    found = compared(of_call, wanted, partial(burst_times, runs))
+    return {name: replace(time, ms=time.ms / calls) for name, time in found.items()}
+
+
+def compared(
+    of_call: Mapping[str, float], wanted: float, times_of: Callable[[Mapping[str, int], list[str]], list[float]]
+) -> dict[str, Time]:
+    """Times by turns. The first has its turn before and after each other one, these in a new order every round: what is
+    neighbouring sees the same clock and the same heat, so that ratios repeat to 1% where times do not.
+
+    Args:
+        of_call: about how many ms a call of each takes.
+        wanted: ms of each, in three bursts at least; those of the first round do not count.
+        times_of: for how many calls a burst of each has, and the turns in order, the ms of a call in each burst.
+    """
+    first, *others = of_call
     rounds = max(3, round(wanted / max(BURST_MS, *of_call.values())))
     turns = [first]
     for _ in range(rounds + 1):
@@ -46,14 +60,14 @@ def in_bursts(runs: Runs, wanted: float, can_replay: bool = False) -> dict[str, 
             turns += [other, first]
     if not others:
         turns *= rounds + 1
-    times = [ms / calls for ms in burst_times(runs, counts, turns)]
+    times = times_of({name: max(1, round(BURST_MS / ms)) for name, ms in of_call.items()}, turns)
     counted = range(max(1, 2 * len(others)), len(turns))
     ratios: dict[str, list[float]] = {name: [] for name in others}
     for i in counted:
         if turns[i] != first:
             ratios[turns[i]].append(2 * times[i] / (times[i - 1] + times[i + 1]))
-    found = {name: statistics.median(times[i] for i in counted if turns[i] == name) for name in runs}
-    return {name: Time(ms, *middle(ratios.get(name, [1.0, 1.0]))) for name, ms in found.items()}
+    medians = {name: statistics.median(times[i] for i in counted if turns[i] == name) for name in of_call}
+    return {name: Time(ms, *middle(ratios.get(name, [1.0, 1.0]))) for name, ms in medians.items()}
 
 
 def burst_times(runs: Runs, counts: Mapping[str, int], turns: list[str]) -> list[float]:
