@@ -1,19 +1,20 @@
-"""Times the FFA kernel beside cuDNN (torch SDPA), torch's varlen_attn, flex_attention and FA3's forward in one run.
+"""Times the FFA kernel beside FlashAttention-3's forward, cuDNN and torch's varlen_attn, by turns in bursts.
 
     python benchmarks/bench_kernel.py --json benchmarks/results/kernel_h200.json
-    python benchmarks/bench_kernel.py --sustained --groups masks --json benchmarks/results/kernel_sustained_h200.json
+    python benchmarks/bench_kernel.py --groups masks --impls ours fa3
 
-TFLOP/s of a forward: 2 * (visible pairs) * num_heads_q * (head_dim + value_dim) over the median time by CUDA events;
-of a backward with 3 products over head_dim and 2 over value_dim. Implementations take turns. Before a timed call, work
-is queued ahead, so that the time is the GPU's; the L2 cache is flushed; and a call of the same kind has set the clock,
-since most of them are limited by power. With --sustained each runs without a pause instead, as in training, and clock
-and power stand beside; short forwards (SHORT_MS) are replayed as CUDA graphs then. Backward times are of a whole
+Each implementation runs without a pause for 25 ms, ours before and after each other one: most of them are limited by
+power, so the clock is that of a warm GPU, as in training. What counts are ratios: the other's time over that of our
+neighbouring bursts, the median and half of the distance between the quartiles. TFLOP/s of a forward: 2 * (visible
+pairs) * num_heads_q * (head_dim + value_dim) over the median time of a call; of a backward with 3 products over
+head_dim and 2 over value_dim. Short forwards (SHORT_MS) are replayed as CUDA graphs. Backward times are of a whole
 autograd backward (for ours: delta, zeroing and rounding dq, and the kernel). Work lists are built and uploaded before
-timing; the time to build them is a figure of its own. FA3 is the wheel fa3-fwd, if it is installed. First every
-implementation's results are compared with ours.
+timing; the time to build them is a figure of its own. FA3 is the wheel fa3-fwd, "cudnn packed" takes the wheel
+nvidia-cudnn-frontend; what is not installed is left out. First every implementation's results are compared with ours:
+one that differs, or fails, is named and left out.
 """
 
-import functools
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -23,10 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 from figures import part, recording_parser, result, save, side_by_side, table, thousands
-from rivals import ATTENTIONS, Case
-from timing import Sustained, sustained, take_turns
+from rivals import ATTENTIONS, Attention, Case
+from timing import Time, in_bursts
 
-from torchtitan_magi import flex_flash_attn
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.backends.interface import StageMask
 from torchtitan_magi.calibrate import MASKS, WINDOW, facts_of_run
@@ -35,8 +35,6 @@ from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.sizing.sample_packs import draw_lengths, fill_pack
 
 LISTS = (65536, 150), (1 << 20, 150), (1 << 20, 2000)  # tokens and documents of the packs whose lists are timed
-PACKS = (0, 1, 2)  # seeds of histogram packs
-PACK_NAMES = [f"histogram {seed}" for seed in PACKS]
 DOCUMENTS = (0.31, 0.19, 0.14, 0.11, 0.09, 0.07, 0.05, 0.04)  # eight documents, as fractions of the length
 CLOSE = 2e-2  # relative difference of results: roundings to bf16
 K = 1024
@@ -55,18 +53,18 @@ class Row:
     fwd_tflops: float
     bwd_ms: float = 0.0  # 0: forward only
     bwd_tflops: float = 0.0
+    # of others: their time over that of ours, and how far apart its quartiles are, halved
+    fwd_ratio: float = 0.0
+    fwd_spread: float = 0.0
+    bwd_ratio: float = 0.0
+    bwd_spread: float = 0.0
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
-    # With --sustained: MHz and W
-    fwd_clock: float = 0.0
-    fwd_power: float = 0.0
-    bwd_clock: float = 0.0
-    bwd_power: float = 0.0
     mask: str = ""  # ours: name in MASKS, and tokens of each document, for calibrate --fit
     lengths: str = ""
     build_ms: float = 0.0
-    # ours on the causal documents of `beside` in the same turns, as clocks differ from case to case
+    # ours on the causal documents of `beside`, in the same turns
     causal_fwd_tflops: float = 0.0
     causal_bwd_tflops: float = 0.0
 
@@ -81,14 +79,10 @@ def eight_documents(tokens: int) -> tuple[int, ...]:
     return (0, *np.cumsum(lengths).tolist())
 
 
-def histogram_pack(tokens: int, seed: int) -> tuple[int, ...]:
+def histogram_pack(tokens: int) -> tuple[int, ...]:
     """cu_seqlens of documents of the histogram in the order in which they are drawn, the last one cut to fit."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return (0, *fill_pack(lambda: draw_lengths(rng, 1), tokens).cumsum().tolist())
-
-
-def histogram_packs(tokens: int) -> list[Case]:
-    return [Case(name, histogram_pack(tokens, seed)) for seed, name in zip(PACKS, PACK_NAMES, strict=True)]
 
 
 def local(tokens: int) -> tuple[Case, Case]:
@@ -103,13 +97,12 @@ def trees(name: str, tokens: int, root: int, children: int, length: int) -> Case
     return Case(name, (0, *np.cumsum(lengths * count).tolist()), "tree", tuple(parents))
 
 
-def beside(case: Case) -> tuple[int, ...] | None:
-    """cu_seqlens of causal documents that are timed in the same turns: one of 16k beside a histogram pack, beside trees
-    those of one length that see about as many pairs."""
-    if case.mask == "tree":
-        count = round(case.tokens**2 / (2 * case.slices().area))
-        return tuple(np.linspace(0, case.tokens, count + 1).astype(int).tolist())
-    return one(16 * K) if case.name in PACK_NAMES else None
+def beside(case: Case) -> Case | None:
+    """Causal documents that are timed in the same turns as trees, of one length, that see about as many pairs."""
+    if case.mask != "tree":
+        return None
+    count = round(case.tokens**2 / (2 * case.slices().area))
+    return Case("causal", tuple(np.linspace(0, case.tokens, count + 1).astype(int).tolist()))
 
 
 def lognormal_pack(tokens: int) -> tuple[int, ...]:
@@ -119,54 +112,65 @@ def lognormal_pack(tokens: int) -> tuple[int, ...]:
     return (0, *fill_pack(draw, tokens).cumsum().tolist())
 
 
+def packs(tokens: int, **options: Any) -> tuple[Case, Case]:
+    return (
+        Case("histogram", histogram_pack(tokens), **options), Case("lognormal", lognormal_pack(tokens), **options)
+    )  # fmt: skip
+
+
+def causal(*lengths: int, **options: Any) -> tuple[Case, ...]:
+    return tuple(Case("causal", one(n), **options) for n in lengths)
+
+
+def eight(*lengths: int, **options: Any) -> tuple[Case, ...]:
+    return tuple(Case("varlen causal", eight_documents(n), **options) for n in lengths)
+
+
 def variants() -> Iterator[Case]:
     """Wide heads, softcap, sinks, narrow windows."""
-    wide = [Case("causal", one(n), heads=(32, 8), dims=(256, 256)) for n in (8 * K, 16 * K)]
-    latent = [Case("causal", one(n), dims=(192, 128)) for n in (8 * K, 16 * K)]
-    plain = [Case("causal", one(n)) for n in (8 * K, 16 * K)]
+    wide: dict[str, Any] = {"heads": (32, 8), "dims": (256, 256)}
+    latent: dict[str, Any] = {"dims": (192, 128)}
+    yield from [*causal(8 * K, 16 * K, **wide), *eight(32 * K, **wide)]
+    for heads in ((16, 4), (24, 4), (16, 2)):
+        yield from causal(16 * K, heads=heads, dims=(256, 256))
+    yield from [*causal(8 * K, 16 * K, **latent), *causal(16 * K, heads=(128, 128), **latent), *eight(32 * K, **latent)]
+    yield from causal(16 * K, heads=(32, 8), dims=(192, 192))
+    for options in ({}, wide, latent):
+        yield from causal(16 * K, softcap=50.0, **options)
     narrow = [Case("window 128", one(32 * K), "window", dims=(dim, dim), width=128) for dim in (128, 64)]
-    small = Case("causal", one(16 * K), dims=(64, 64))
-    yield from [*wide, *latent, replace(latent[1], heads=(128, 128)), replace(wide[1], dims=(192, 192))]
-    yield from [*plain, *narrow, small]
-    yield from [replace(case, softcap=50.0) for case in (plain[1], wide[1], latent[1])]
-    yield from [replace(case, sinks=True) for case in (*plain, *narrow, small)]
+    plain = [*causal(8 * K, 16 * K), *causal(16 * K, dims=(64, 64))]
+    yield from [*narrow, *(replace(case, sinks=True) for case in (*plain, *narrow))]
 
 
-WITHOUT_SINKS = "ours without sinks"  # in the same turns, as clocks differ from case to case
+WITHOUT_SINKS, BESIDE = "ours without sinks", "causal documents"  # in the same turns
+NARROW = {"dims": (64, 64)}
 GROUPS: dict[str, tuple[Case, ...]] = {
     "masks": (
-        *(Case("causal", one(n)) for n in (8 * K, 16 * K, 32 * K)),
+        *causal(8 * K, 16 * K, 32 * K),
         *(Case("full", one(n), "full") for n in (8 * K, 16 * K)),
-        *(Case("varlen causal", eight_documents(n)) for n in (2 * K, 8 * K, 32 * K)),
-        *(Case("histogram 0", histogram_pack(n, 0)) for n in (8 * K, 64 * K)),
-        Case("lognormal", lognormal_pack(64 * K)),
+        *eight(2 * K, 8 * K, 32 * K),
+        *packs(64 * K),
         Case("window 1024", one(32 * K), "window"),
-        Case("varlen causal", eight_documents(8 * K), heads=(8, 1)),
-        Case("causal", one(16 * K), dims=(64, 64)),
+        *eight(8 * K, heads=(8, 1)),
+        *causal(16 * K, **NARROW),
+        packs(32 * K, **NARROW)[1],
     ),
     "dense": tuple(Case(kind, one(n), kind) for kind in KINDS for n in (2 * K, 8 * K, 16 * K, 32 * K)),
-    "varlen": tuple(
-        Case(f"varlen {kind}", eight_documents(n), kind)
-        for kind in KINDS
-        for n in (2 * K, 4 * K, 8 * K, 16 * K, 32 * K)
-    ),
-    "packs": tuple(case for n in (8 * K, 32 * K, 64 * K) for case in histogram_packs(n)),
+    "varlen": (*eight(2 * K, 4 * K, 8 * K, 16 * K, 32 * K), Case("varlen full", eight_documents(8 * K), "full")),
+    "packs": (*(case for n in (8 * K, 32 * K, 64 * K) for case in packs(n)), packs(64 * K, heads=(32, 8))[1]),
     "window": tuple(case for n in (8 * K, 32 * K) for case in local(n)),
-    "heads": (
-        *(
-            Case(name, cu_seqlens, heads=heads, dims=(dim, dim))
-            for heads in ((8, 1), (40, 8), (32, 32))
-            for dim in (64, 128)
-            for name, cu_seqlens in (("varlen causal", eight_documents(8 * K)), ("causal", one(16 * K)))
-        ),
-        *(Case("causal", one(n), dims=(64, 64)) for n in (8 * K, 16 * K)),
+    "heads": tuple(
+        case
+        for heads in ((8, 1), (32, 8), (32, 32))
+        for case in (*causal(8 * K, 16 * K, 32 * K, heads=heads), *eight(8 * K, heads=heads))
     ),
-    "long": (
-        Case("causal", one(128 * K)),
-        Case("varlen causal", eight_documents(128 * K)),
-        *local(128 * K),
-        *histogram_packs(256 * K),
+    "narrow": (
+        *causal(8 * K, 16 * K, **NARROW),
+        *eight(8 * K, **NARROW),
+        packs(32 * K, **NARROW)[1],
+        *(case for heads in ((8, 1), (32, 32)) for case in causal(16 * K, heads=heads, **NARROW)),
     ),
+    "long": (*causal(128 * K), *eight(128 * K)),
     "variants": tuple(variants()),
     "trees": (
         trees("8k with 8 of 1k", 32 * K, 8 * K, 8, K),
@@ -174,25 +178,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         trees("3k with 28 of 1k", 32 * K, 3 * K, 28, K),
     ),
 }
-BY_DEFAULT = ("dense", "varlen", "packs", "window", "heads", "long")
-
-
-Times = dict[str, float] | dict[str, Sustained]
-
-
-@functools.cache
-def yardstick(cu_seqlens: tuple[int, ...]) -> tuple[float, dict[str, Callable[[], object]]]:
-    """Ours on causal documents: TFLOP of a forward, and the runs."""
-    case = Case("causal", cu_seqlens)
-    make = partial(torch.randn, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    q, k, v = (make(case.tokens, heads, case.dims[0]) for heads in (case.heads[0], case.heads[1], case.heads[1]))
-    slices = case.slices()
-    out = flex_flash_attn(q, k, v, slices)[0]
-    dout = torch.randn_like(out)
-    return 4e-12 * slices.area * case.dims[0] * case.heads[0], {
-        "forward": torch.no_grad()(partial(flex_flash_attn, q, k, v, slices)),
-        "backward": partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True),
-    }
+BY_DEFAULT = ("dense", "varlen", "packs", "window", "heads", "narrow", "long")
 
 
 def build_ms(slices: AttnSlices, tokens: int, heads: tuple[int, int]) -> float:
@@ -216,106 +202,159 @@ def lists() -> list[dict[str, float]]:
     return found
 
 
-def measure(case: Case, impls: list[str], ms: float, is_sustained: bool) -> Iterator[Row]:
-    (heads_q, heads_kv), (dim, value_dim) = case.heads, case.dims
-    make = lambda *shape: torch.randn(case.tokens, *shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-    shapes = (heads_q, dim), (heads_kv, dim), (heads_kv, value_dim)
-    qkv, dout = tuple(make(*shape).requires_grad_() for shape in shapes), make(heads_q, value_dim)
-    slices = case.slices()
-    pairs = 2e-9 * slices.area * heads_q
-    forwards, backwards = {}, {}
+Run = Callable[[], object]
+
+
+class Inputs:
+    """Random q, k, v and dout of a case, and what implementations make of them."""
+
+    def __init__(self, case: Case) -> None:
+        (heads_q, heads_kv), (dim, value_dim) = case.heads, case.dims
+        make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        shapes = (heads_q, dim), (heads_kv, dim), (heads_kv, value_dim)
+        self.qkv = tuple(make(case.tokens, *shape, requires_grad=True) for shape in shapes)
+        self.dout = make(case.tokens, heads_q, value_dim)
+        pairs = 2e-9 * case.slices().area * heads_q
+        self.gflop = {"fwd": pairs * (dim + value_dim), "bwd": pairs * (3 * dim + 2 * value_dim)}
+
+    def runs(self, attention: Attention) -> tuple[list[torch.Tensor], dict[str, Run]]:
+        """out and, if there is a backward, gradients; and a call of each direction to be timed."""
+        out = attention(*self.qkv)
+        runs: dict[str, Run] = {"fwd": torch.no_grad()(partial(attention, *self.qkv))}
+        if out.grad_fn is None:
+            return [out], runs
+        runs["bwd"] = partial(torch.autograd.grad, out, self.qkv, self.dout, retain_graph=True)
+        return [out.detach(), *torch.autograd.grad(out, self.qkv, self.dout, retain_graph=True)], runs
+
+
+def implementations(case: Case, impls: list[str]) -> dict[str, tuple[str, Case]]:
+    """What is timed: each name's entry in ATTENTIONS, and the case that it computes. Ours first."""
+    found = {name: (name, case) for name in dict.fromkeys(["ours", *impls])}
+    if case.sinks:
+        found[WITHOUT_SINKS] = "ours", replace(case, sinks=False)
+    documents = beside(case)
+    return found if documents is None else found | {BESIDE: ("ours", documents)}
+
+
+def all_runs(case: Case, impls: list[str]) -> tuple[dict[str, dict[str, Run]], dict[str, Inputs]]:
+    """For each direction the calls of all implementations, ours first; and their inputs. Who fails, or has other
+    results than ours, is left out."""
+    ways: dict[str, dict[str, Run]] = {"fwd": {}, "bwd": {}}
+    inputs: dict[str, Inputs] = {}
     reference: list[torch.Tensor] = []
-    names = dict.fromkeys(["ours", *impls, *[WITHOUT_SINKS] * case.sinks])  # ours makes and uploads the lists
-    for name in names:
-        run = ATTENTIONS["ours"](replace(case, sinks=False)) if name == WITHOUT_SINKS else ATTENTIONS[name](case)
-        if run is None:
-            continue
+    for name, (impl, computed) in implementations(case, impls).items():
+        inputs[name] = inputs["ours"] if computed is case and inputs else Inputs(computed)
         try:
-            out = run(*qkv)
-            results = [out]
-            if out.requires_grad and name != "fa3":
-                results += torch.autograd.grad(out, qkv, dout, retain_graph=True)
-        except (RuntimeError, ValueError, TypeError) as error:
-            print(f"  {name}: {str(error).splitlines()[0][:100]}", flush=True)
+            attention = ATTENTIONS[impl](computed)
+            if attention is None:
+                continue
+            results, runs = inputs[name].runs(attention)
+        except Exception as error:  # others raise what they like
+            if name == "ours":
+                raise
+            print(f"  {name} fails on {described(case)}: {str(error).splitlines()[0][:160]}", flush=True)
             continue
-        reference = reference or [x.detach().float() for x in results]
-        compared = [] if name == WITHOUT_SINKS else zip(reference, results, strict=False)  # FA3 has no gradients
-        for a, b in compared:
-            error = float((a - b.detach().float()).norm() / a.norm())
-            assert error < CLOSE, f"{name} and ours differ by {error:.1e} on {case}"
-        if name in (*impls, WITHOUT_SINKS):
-            forwards[name] = torch.no_grad()(partial(run, *qkv))
-            if len(results) > 1:
-                backwards[name] = partial(torch.autograd.grad, out, qkv, dout, retain_graph=True)
-    del reference, results, out
-    timed_names, causal, documents = list(forwards), {}, None if is_sustained else beside(case)
-    if documents:
-        tflop, runs_of_causal = yardstick(documents)
-        forwards["causal"], backwards["causal"] = runs_of_causal["forward"], runs_of_causal["backward"]
-    forward: Times = sustained(forwards, ms, can_replay=True) if is_sustained else take_turns(forwards, ms)
-    backward: Times = sustained(backwards, ms) if is_sustained else take_turns(backwards, ms)
-    if documents:
-        causal = {
-            "causal_fwd_tflops": round(1e3 * tflop / forward["causal"], 1),
-            "causal_bwd_tflops": round(2.5e3 * tflop / backward["causal"], 1),
-        }
-    fits = case.mask in MASKS and case.is_plain and dim == value_dim and case.width == WINDOW
-    for name in timed_names:
-        fwd, bwd = figures(forward[name]), figures(backward[name]) if name in backward else None
-        row = Row(
-            case.name, case.tokens, f"{heads_q}:{heads_kv}", dim, value_dim, name, fwd["ms"],
-            round(pairs * (dim + value_dim) / fwd["ms"], 1), window=case.width if case.mask == "window" else 0,
-            softcap=case.softcap, sinks=case.sinks, **causal,
-            **{f"fwd_{key}": value for key, value in fwd.items() if key != "ms"},
-        )  # fmt: skip
-        if bwd:
-            tflops = round(pairs * (3 * dim + 2 * value_dim) / bwd["ms"], 1)
-            row = replace(row, bwd_tflops=tflops, **{f"bwd_{key}": value for key, value in bwd.items()})
-        if name == "ours" and fits:
-            lengths = " ".join(map(str, np.diff(case.cu_seqlens).tolist()))
-            row = replace(row, mask=case.mask, lengths=lengths, build_ms=build_ms(slices, case.tokens, case.heads))
-        yield row
+        reference = reference or results
+        compared = [] if name in (WITHOUT_SINKS, BESIDE) else zip(reference, results, strict=False)
+        errors = [float((x.float() - y.float()).norm() / x.float().norm()) for x, y in compared]
+        if not all(error < CLOSE for error in errors):
+            print(f"  {name} and ours differ on {described(case)}: {' '.join(f'{x:.1e}' for x in errors)}", flush=True)
+            continue
+        for way, run in runs.items():
+            ways[way][name] = run
+    return ways, inputs
 
 
-def figures(time: float | Sustained) -> dict[str, float]:
-    """ms, and where it was sustained clock and power."""
-    if isinstance(time, float):
-        return {"ms": round(time, 4)}
-    return {"ms": round(time.ms, 4), "clock": round(time.clock), "power": round(time.power)}
+def described(case: Case) -> str:
+    return f"{case.name}, {case.tokens} tokens, heads {case.heads}, {case.dims}"
 
 
-def together(rows: list[Row]) -> list[Row]:
-    """The histogram packs of each length as one case: all their work in the sum of their times."""
-    groups: dict[tuple[int, str], list[Row]] = {}
-    for row in rows:
-        if row.case in PACK_NAMES:
-            groups.setdefault((row.tokens, row.impl), []).append(row)
-    sums = []
-    for packs in groups.values():
-        if len(packs) == len(PACKS):
-            sum_of = replace(packs[0], case="histogram, all", lengths="", build_ms=0.0)
-            for way in ("fwd", "bwd"):
-                ms, tflops, causal = ([getattr(row, name) for row in packs] for name in names_of(way))
-                if not sum(ms):
-                    continue  # forward only
-                work = [time * speed for time, speed in zip(ms, tflops, strict=True)]
-                of_sum = sum(ms), sum(work) / sum(ms)
-                if all(causal):  # over the time of causal 16k for all the work, at its speed in the turns of each
-                    of_sum += (sum(work) / sum(part / speed for part, speed in zip(work, causal, strict=True)),)
-                values = zip(names_of(way), of_sum, strict=False)
-                sum_of = replace(
-                    sum_of, **{name: round(value, 4 if name.endswith("ms") else 1) for name, value in values}
-                )
-            sums.append(sum_of)
-    return sums
+def measure(case: Case, impls: list[str], ms: float) -> list[Row]:
+    """Rows of a case, ours first."""
+    (heads_q, heads_kv), (dim, value_dim) = case.heads, case.dims
+    ways, inputs = all_runs(case, impls)
+    row = Row(
+        case.name, case.tokens, f"{heads_q}:{heads_kv}", dim, value_dim, "", 0.0, 0.0, softcap=case.softcap,
+        sinks=case.sinks, window=case.width if case.mask == "window" else 0,
+    )  # fmt: skip
+    rows = {name: replace(row, impl=name) for name in ways["fwd"]}
+    for way, runs in ways.items():
+        for name, found in in_bursts(runs, ms, can_replay=way == "fwd").items():
+            rows[name] = replace(rows[name], **fields(way, found, inputs[name].gflop[way], name == "ours"))
+    if BESIDE in rows:
+        other = rows.pop(BESIDE)
+        speeds = {"causal_fwd_tflops": other.fwd_tflops, "causal_bwd_tflops": other.bwd_tflops}
+        rows["ours"] = replace(rows["ours"], **speeds)
+    if case.mask in MASKS and case.is_plain and dim == value_dim and case.width == WINDOW:
+        lengths = " ".join(map(str, np.diff(case.cu_seqlens).tolist()))
+        build = build_ms(case.slices(), case.tokens, case.heads)
+        rows["ours"] = replace(rows["ours"], mask=case.mask, lengths=lengths, build_ms=build)
+    return list(rows.values())
 
 
-def names_of(way: str) -> tuple[str, str, str]:
-    """Fields of a direction: ms, TFLOP/s, those of causal 16k."""
-    return f"{way}_ms", f"{way}_tflops", f"causal_{way}_tflops"
+def fields(way: str, found: Time, gflop: float, is_ours: bool) -> dict[str, float]:
+    """Of a row, in this direction."""
+    values = {"ms": round(found.ms, 4), "tflops": round(gflop / found.ms, 1)}
+    if not is_ours:
+        values |= {"ratio": round(found.ratio, 4), "spread": round(found.spread, 4)}
+    return {f"{way}_{key}": value for key, value in values.items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
+
+
+RIVALS = {  # in a table: ours over the speed of these
+    "fa3": "FA3", "cudnn packed": "cuDNN packed", "cudnn": "cuDNN", "varlen_attn": "varlen_attn", "flex": "flex",
+}  # fmt: skip
+OWN = {"ours deterministic": "deterministic", WITHOUT_SINKS: "without sinks"}  # their speed over ours
+WAYS = {"fwd": "forward", "bwd": "backward"}
+
+
+def ratios_table(found: dict[str, Any]) -> str:
+    """TFLOP/s of ours, and how many times as fast it is as each other implementation that did a case."""
+    rows = found["rows"]
+    names = {way: [name for name in RIVALS if has(rows, name, way)] for way in WAYS}
+    own = {way: [name for name in OWN if has(rows, name, way)] for way in WAYS}
+    own["fwd"] = [name for name in own["fwd"] if name == WITHOUT_SINKS]  # there is one forward
+    lines = []
+    fields = ("case", "tokens", "heads", "head_dim", "value_dim", "window", "softcap", "sinks")
+    for case, by in side_by_side(rows, "impl", *fields).items():
+        line = case_cells(*case)
+        for way in WAYS:
+            line.append(f"{by['ours'][f'{way}_tflops']:.0f}")
+            ratios = {name: row[f"{way}_ratio"] for name, row in by.items()}
+            line += [f"{ratios[name]:.2f}" if ratios.get(name) else None for name in names[way]]
+            line += [f"{1 / ratios[name]:.2f}" if ratios.get(name) else None for name in own[way]]
+        lines.append(line)
+    columns = ["mask", "tokens", "heads", "head_dim"]
+    for way, label in WAYS.items():
+        columns += [f"{label}: TFLOP/s", *(f"over {RIVALS[name]}" for name in names[way])]
+        columns += [OWN[name] for name in own[way]]
+    return table(columns, lines)
+
+
+def has(rows: list[dict[str, Any]], impl: str, way: str) -> bool:
+    return any(row["impl"] == impl and row[f"{way}_ratio"] for row in rows)
+
+
+def case_cells(
+    name: str, tokens: int, heads: str, dim: int, value_dim: int, window: int, softcap: float, sinks: bool
+) -> list[str | None]:
+    """mask, tokens, heads, head_dim."""
+    extras = [f"softcap {softcap:g}"] * bool(softcap) + ["sinks"] * sinks
+    mask = ", ".join([name.replace("varlen", "8 documents,"), *extras])
+    return [mask, thousands(tokens), heads, str(dim) if dim == value_dim else f"{dim}/{value_dim}"]
+
+
+def spread_text(found: dict[str, Any]) -> str:
+    """How exact the ratios are."""
+    spreads = [row[f"{way}_spread"] for row in found["rows"] for way in WAYS if row[f"{way}_ratio"]]
+    same = [row["fwd_ratio"] for row in found["rows"] if row["impl"] == "ours deterministic"]
+    text = f"Half of the distance between a ratio's quartiles: {100 * statistics.median(spreads):.1f}% in the median"
+    text += f", at most {100 * max(spreads):.1f}%."
+    if same:
+        text += f" The deterministic mode has the same forward: its ratios are {min(same):.3f} to {max(same):.3f}."
+    return text
 
 
 def mask_name(case: str) -> str:
@@ -414,8 +453,7 @@ def main() -> None:
                         help=f"of cases: {', '.join(GROUPS)}")  # fmt: skip
     parser.add_argument("--impls", nargs="+", default=[name for name in ATTENTIONS if name != "flex"],
                         choices=ATTENTIONS, help="compared in turns; what is not installed is left out")  # fmt: skip
-    parser.add_argument("--ms", type=float, default=100, help="GPU time of each measurement")
-    parser.add_argument("--sustained", action="store_true", help="each without a pause, with clock and power")
+    parser.add_argument("--ms", type=float, default=200, help="GPU time of each implementation")
     arguments = parser.parse_args()
     rows: list[Row] = []
     facts = describe_run(arguments.commit) | {"lists": lists()}
@@ -424,14 +462,14 @@ def main() -> None:
         for case in GROUPS[group]:
             torch.manual_seed(0)
             try:
-                rows += measure(case, arguments.impls, arguments.ms, arguments.sustained)
+                rows += measure(case, arguments.impls, arguments.ms)
             except torch.OutOfMemoryError:
-                print(f"  out of memory: {case}")
+                print(f"  out of memory: {described(case)}", flush=True)
             torch.cuda.empty_cache()
-            found = facts | {"rows": [asdict(row) for row in rows + together(rows)]}
+            found = facts | {"rows": [asdict(row) for row in rows]}
             save(found, arguments.output)  # after each: a run that is cut short leaves what it has
-    as_table = variants_table if "variants" in arguments.groups else kernel_table
-    print((sustained_table if arguments.sustained else as_table)(found))
+    print(ratios_table(found))
+    print(spread_text(found))
     print(causal_table(found))
 
 

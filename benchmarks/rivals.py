@@ -1,5 +1,5 @@
-"""Cases of attention, and who computes them beside our kernel: cuDNN, torch's varlen_attn, flex_attention and
-FlashAttention-3."""
+"""Cases of attention, and who computes them beside our kernel: FlashAttention-3, cuDNN, torch's varlen_attn and
+flex_attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,6 +80,18 @@ def cudnn(case: Case) -> Attention | None:
     return run
 
 
+def cudnn_packed(case: Case) -> Attention | None:
+    """By nvidia-cudnn-frontend if it is installed."""
+    if case.mask not in ("full", "causal", "window") or not case.is_plain:
+        return None
+    try:
+        from cudnn_packed import PackedAttention, backward_graph, forward_graph, handle
+    except ImportError:
+        return None
+    graphs = [make(case, handle=handle()) for make in (forward_graph, backward_graph)]
+    return lambda q, k, v: PackedAttention.apply(q, k, v, *graphs)
+
+
 def torch_varlen(case: Case) -> Attention | None:
     if case.mask in ("block", "tree") or not case.is_plain or case.dims[0] > 128:
         return None
@@ -131,6 +143,7 @@ def flash_attention_3(case: Case) -> Attention | None:
     window = case.window() if case.mask == "window" else (-1, -1)
     size = longest, longest
 
+    @torch.no_grad()
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.ops.fa3_fwd.fwd(
             q, k, v, None, None, None, None, cu, cu, None, None, None, *size, *[None] * 9, scale, is_causal, *window,
@@ -143,8 +156,9 @@ def flash_attention_3(case: Case) -> Attention | None:
 ATTENTIONS = {
     "ours": ours,
     "ours deterministic": ours_deterministic,
+    "fa3": flash_attention_3,
+    "cudnn packed": cudnn_packed,
     "cudnn": cudnn,
     "varlen_attn": torch_varlen,
-    "fa3": flash_attention_3,
     "flex": flex,
 }

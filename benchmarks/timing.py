@@ -1,12 +1,10 @@
-"""Times of GPU work in turns: single calls with a cold L2 cache, or sustained ones with clock and power."""
+"""Times of GPU work in turns: in bursts, or single calls where the host takes longer for a call than the GPU."""
 
-import ctypes
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -14,9 +12,100 @@ from torchtitan_magi.calibrate import gpu_ms
 
 Runs = Mapping[str, Callable[[], object]]
 
+BURST_MS = 25.0  # of one implementation, then it is another's turn
+SHORT_MS, REPLAYED = 0.1, 50  # calls shorter than this may tell the speed of the host; calls in a graph
 
-def take_turns(runs: Runs, wanted: float, queued: int = 2_000_000) -> dict[str, float]:
-    """Median GPU times, ms. Each run is timed for about `wanted` ms; an untimed call of it precedes each timed one.
+
+@dataclass(frozen=True)
+class Time:
+    """A call's median ms, and its time over that of the first's calls just before and after: the median of all bursts,
+    and half of the distance between their quartiles."""
+
+    ms: float
+    ratio: float
+    spread: float
+
+
+def in_bursts(runs: Runs, wanted: float, can_replay: bool = False) -> dict[str, Time]:
+    """Each run without a pause for BURST_MS, then the first one again, then the next; see `compared`.
+
+    Args:
+        wanted: ms of each run.
+        can_replay: where a call is short, all runs are replayed as CUDA graphs, without what the host does for a call.
+    """
+    of_call, calls = {name: first_ms(run) for name, run in runs.items()}, 1
+    if can_replay and min(of_call.values()) < SHORT_MS:
+        runs, calls = {name: as_graph(run) for name, run in runs.items()}, REPLAYED
+        of_call = {name: first_ms(run) for name, run in runs.items()}
+    found = compared(of_call, wanted, partial(burst_times, runs))
+    return {name: replace(time, ms=time.ms / calls) for name, time in found.items()}
+
+
+def compared(
+    of_call: Mapping[str, float], wanted: float, times_of: Callable[[Mapping[str, int], list[str]], list[float]]
+) -> dict[str, Time]:
+    """Times by turns. The first has its turn before and after each other one, these in a new order every round: what is
+    neighbouring sees the same clock and the same heat, so that ratios repeat to 1% where times do not.
+
+    Args:
+        of_call: about how many ms a call of each takes.
+        wanted: ms of each, in three bursts at least; those of the first round do not count.
+        times_of: for how many calls a burst of each has, and the turns in order, the ms of a call in each burst.
+    """
+    first, *others = of_call
+    rounds = max(3, round(wanted / max(BURST_MS, *of_call.values())))
+    turns = [first]
+    for _ in range(rounds + 1):
+        for other in random.sample(others, len(others)):
+            turns += [other, first]
+    if not others:
+        turns *= rounds + 1
+    times = times_of({name: max(1, round(BURST_MS / ms)) for name, ms in of_call.items()}, turns)
+    counted = range(max(1, 2 * len(others)), len(turns))
+    ratios: dict[str, list[float]] = {name: [] for name in others}
+    for i in counted:
+        if turns[i] != first:
+            ratios[turns[i]].append(2 * times[i] / (times[i - 1] + times[i + 1]))
+    medians = {name: statistics.median(times[i] for i in counted if turns[i] == name) for name in of_call}
+    return {name: Time(ms, *middle(ratios.get(name, [1.0, 1.0]))) for name, ms in medians.items()}
+
+
+def burst_times(runs: Runs, counts: Mapping[str, int], turns: list[str]) -> list[float]:
+    """ms of a call in each burst, one after the other without a pause between them."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(turns) + 1)]
+    events[0].record()
+    for name, event in zip(turns, events[1:], strict=True):
+        for _ in range(counts[name]):
+            runs[name]()
+        event.record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) / counts[name] for name, begin, end in zip(turns, events, events[1:], strict=False)]
+
+
+def middle(values: list[float]) -> tuple[float, float]:
+    """The median, and half of the distance between the quartiles."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return median, (high - low) / 2
+
+
+def first_ms(run: Callable[[], object]) -> float:
+    """Of a call after one that does not count."""
+    run()
+    return burst_times({"": run}, {"": 3}, [""])[0]
+
+
+def as_graph(run: Callable[[], object]) -> Callable[[], object]:
+    """REPLAYED calls of it in one launch."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPLAYED):
+            run()
+    return graph.replay
+
+
+def take_turns(runs: Runs, wanted: float, queued: int) -> dict[str, float]:
+    """Median GPU times, ms. Each run is timed for about `wanted` ms, a call at a time with a cold L2 cache; an untimed
+    call of it precedes each timed one.
 
     Args:
         queued: cycles of work queued ahead, in which a call is issued.
@@ -33,107 +122,3 @@ def take_turns(runs: Runs, wanted: float, queued: int = 2_000_000) -> dict[str, 
         for name in random.sample(list(runs), len(runs)):
             times[name].append(once(runs[name]))
     return {name: statistics.median(x) for name, x in times.items()}
-
-
-@dataclass
-class Sustained:
-    """Medians over turns. Of a call: ms. Of the turns: SM clock in MHz, power of the GPU in W."""
-
-    ms: float
-    clock: float
-    power: float
-
-
-class _Field(ctypes.Structure):
-    """nvmlFieldValue_t, its value as an unsigned number."""
-
-    _fields_ = (
-        ("number", ctypes.c_uint), ("scope", ctypes.c_uint), ("timestamp", ctypes.c_longlong),
-        ("latency", ctypes.c_longlong), ("type", ctypes.c_uint), ("status", ctypes.c_uint), ("value", ctypes.c_uint64),
-    )  # fmt: skip
-
-
-class Gpu:
-    """The current GPU's clock and power by the driver's management library."""
-
-    SM_CLOCK, POWER_NOW = 1, 186  # NVML_CLOCK_SM, NVML_FI_DEV_POWER_INSTANT
-
-    @cached_property
-    def _library(self) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-        library, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-        assert library.nvmlInit_v2() == 0
-        assert library.nvmlDeviceGetHandleByIndex_v2(torch.cuda.current_device(), ctypes.byref(device)) == 0
-        return library, device
-
-    def clock(self) -> int:
-        """The clock of the SMs, MHz."""
-        library, device = self._library
-        found = ctypes.c_uint()
-        assert library.nvmlDeviceGetClockInfo(device, self.SM_CLOCK, ctypes.byref(found)) == 0
-        return found.value
-
-    def power(self) -> float:
-        """W, at this moment: the driver's other figures are means over 0.1 to 1 s."""
-        library, device = self._library
-        field = _Field(number=self.POWER_NOW)
-        assert library.nvmlDeviceGetFieldValues(device, 1, ctypes.byref(field)) == 0
-        assert field.status == 0
-        return (field.value & 0xFFFFFFFF) / 1e3
-
-
-SHORT_MS, REPLAYED = 0.1, 50  # calls shorter than this may tell the speed of the host; calls in a graph
-
-
-def sustained(runs: Runs, wanted: float, rounds: int = 3, can_replay: bool = False) -> dict[str, Sustained]:
-    """Each run without a pause for about `wanted` ms, in turns, in a new order every round. Times, clocks and power are
-    those of the later half of a turn, as the clock settles in the first.
-
-    Args:
-        can_replay: where a call is short, all runs are replayed as CUDA graphs, without what the host does for a call.
-    """
-    gpu = Gpu()
-    first, middle, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-
-    def turn(run: Callable[[], object], count: int) -> Sustained:
-        first.record()
-        for _ in range(count):
-            run()
-        middle.record()
-        for _ in range(count):
-            run()
-        last.record()
-        middle.synchronize()
-        seen = [(gpu.clock(), gpu.power())]
-        while not last.query():
-            seen.append((gpu.clock(), gpu.power()))
-            time.sleep(2e-3)
-        clocks, powers = zip(*seen, strict=True)
-        return Sustained(middle.elapsed_time(last) / count, statistics.mean(clocks), statistics.mean(powers))
-
-    def first_ms(run: Callable[[], object]) -> float:
-        run()
-        return turn(run, 3).ms
-
-    of_call, calls = {name: first_ms(run) for name, run in runs.items()}, 1
-    if can_replay and min(of_call.values()) < SHORT_MS:
-        runs, calls = {name: as_graph(run) for name, run in runs.items()}, REPLAYED
-        of_call = {name: first_ms(run) for name, run in runs.items()}
-    counts = {name: max(2, round(wanted / 2 / ms)) for name, ms in of_call.items()}
-    turns: dict[str, list[Sustained]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name in random.sample(list(runs), len(runs)):
-            turns[name].append(turn(runs[name], counts[name]))
-    median = {
-        name: [statistics.median(values) for values in zip(*map(astuple, of_run), strict=True)]
-        for name, of_run in turns.items()
-    }
-    return {name: Sustained(ms / calls, clock, power) for name, (ms, clock, power) in median.items()}
-
-
-def as_graph(run: Callable[[], object]) -> Callable[[], object]:
-    """REPLAYED calls of it in one launch."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(REPLAYED):
-            run()
-    return graph.replay
