@@ -91,7 +91,7 @@ def keeping_table(found: dict[str, Any]) -> str:
 
 
 def fifths_table(found: dict[str, Any]) -> str:
-    """Of long runs the step and the most memory of each fifth, and the host's memory after them."""
+    """The step and the most memory of each fifth of long runs, and the host's memory after them."""
     lines = []
     for row in found["rows"]:
         for name, digits in (("step_ms", 1), ("peak_gib", 3), ("outside_gib", 3), ("host_gib", 2)):

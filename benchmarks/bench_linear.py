@@ -60,7 +60,7 @@ Layer = Callable[..., Tensor]
 
 
 def versions() -> dict[str, str]:
-    """Of what is timed, as far as it is installed."""
+    """The libraries that are timed, as far as they are installed."""
     found = {}
     for name in ("flash-qla", "tilelang", "fla-core"):
         with contextlib.suppress(PackageNotFoundError):
@@ -221,7 +221,7 @@ def largest_error(ours: tuple[Tensor, ...], whole: tuple[Tensor, ...], num_weigh
     """
     errors, num_rows = [], len(ours) - num_weights
     for i, (x, y) in enumerate(zip(ours, whole, strict=True)):
-        found, wanted = x.detach().float(), y.detach().float()
+        found, wanted = x.detach().float().contiguous(), y.detach().float()
         if i < num_rows:
             wanted = magi.dispatch(wanted, plan, dist.group.WORLD)
         else:

@@ -27,7 +27,7 @@ trap '((${#parts[@]} == 0)) || kill "${!parts[@]}" 2>/dev/null || true' EXIT
 start() { # name and command: beside what runs, with a log
     local name=$1
     shift
-    timeout --kill-after=30 "${PART_SECONDS:=3600}" "$@" >"$logs/$name.log" 2>&1 &
+    timeout --signal=INT --kill-after=30 "${PART_SECONDS:=3600}" "$@" >"$logs/$name.log" 2>&1 &
     parts[$!]=$name
 }
 
@@ -72,7 +72,7 @@ for tool in memcheck racecheck; do
 done
 start fp64 nice "$python" benchmarks/check_kernel.py --cases 2000 --seconds inf
 at_least_one() { echo $(($1 > 0 ? $1 : 1)); }
-processes=$(at_least_one $(($(nproc) / 4))) # a test may start four processes
+processes=$(at_least_one $(($(env -u OMP_NUM_THREADS nproc) / 4))) # a test may start four processes
 tests tests $((processes < 6 * ${#gpus[@]} ? processes : 6 * ${#gpus[@]})) "gpu and not alone"
 finish
 # What wants GPUs for itself: first two for each process, then all of them.
