@@ -155,6 +155,7 @@ def over_nccl(stages):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone(gpus=2)
 @needs_two_gpus
 @pytest.mark.parametrize("stages", [-1, 3])
 def test_two_gpus_exchange_latent_rows(stages):

@@ -105,7 +105,10 @@ def losses(task, on_gpus):
     return [values["loss_metrics/global_avg_loss"] for values in last] + run.validation_losses
 
 
-@pytest.mark.parametrize("task", TASKS)
+OF_TWO_RANKS = pytest.mark.alone(gpus=2)  # ranks that wait for each other are slow where others use their GPUs
+
+
+@pytest.mark.parametrize("task", [pytest.param(task, marks=OF_TWO_RANKS if " 2" in task else ()) for task in TASKS])
 def test_losses_are_those_without_gpus(task):
     if "PP" in task and "get_mesh" not in inspect.signature(PipelineStage).parameters:
         pytest.skip("torchtitan 0.3 wants a newer torch for pipelines")

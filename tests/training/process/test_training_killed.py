@@ -69,6 +69,7 @@ def run_and_strike(folder, arguments, device, blow, program=("-m", "torchtitan_m
 
 
 @pytest.mark.gpu
+@pytest.mark.alone(gpus=2)
 @needs_two_gpus
 def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
     arguments = [*common(), *endless(20)]
@@ -79,6 +80,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone(gpus=2)
 @needs_two_gpus
 @pytest.mark.parametrize("phase", ["forward", "backward", "rows"])
 @pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP", "memory"])
@@ -92,7 +94,10 @@ def test_wherever_a_rank_fails_the_job_ends_with_its_reason(blow, phase):
     assert re.fullmatch(reasons[blow], log.splitlines()[-1])
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two_gpus])])
+ON_TWO_GPUS = [pytest.mark.gpu, pytest.mark.alone(gpus=2), needs_two_gpus]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_TWO_GPUS)])
 def test_a_killed_rank_ends_the_job_which_then_continues(device):
     folder = new_folder()
     arguments = common()
