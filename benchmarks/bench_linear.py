@@ -3,7 +3,6 @@
 
     python benchmarks/bench_linear.py --output benchmarks/results/linear_h200.json
     torchrun --nproc-per-node 2 benchmarks/bench_linear.py --output benchmarks/results/linear_cp_h200x2.json
-    python benchmarks/bench_linear.py --ranks --output benchmarks/results/linear_ranks_h200.json
 
 On one GPU implementations take turns: ours with a plan of one rank, the public call of FlashQLA, and that of
 flash-linear-attention with its own kernels, if it is installed. Before a timed call work is queued ahead, so that the
@@ -14,9 +13,6 @@ of the slowest rank. Before that each rank compares its results and gradients wi
   ours      cp_gated_delta_rule or cp_causal_conv1d
   resident  the same without any communication (results are wrong): shows what communication costs
   ideal     the whole pack on one GPU, time / ranks; every rank runs it by itself, at the same time
-
-With --ranks the ranks of a plan of several are timed one after the other on one GPU, without communication: maps that
-arrive are zeros. Their share is that of the whole pack's time / ranks, by the slowest one.
 """
 
 import contextlib
@@ -40,10 +36,6 @@ from torch import Tensor
 
 import torchtitan_magi as magi
 from torchtitan_magi.calibrate import facts_of_run, start_rank
-from torchtitan_magi.exchange.in_flight import Arrival
-from torchtitan_magi.linear.delta_rule import delta_rule
-from torchtitan_magi.linear.kernels import Kernels
-from torchtitan_magi.planning.document_parts import RankParts
 from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.sizing.sample_packs import draw_pack
 
@@ -51,7 +43,6 @@ HEADS = {"35B-A3B": (16, 32), "27B": (16, 48)}  # of q and k, of v
 HEAD_DIM, SCALE = 128, 128**-0.5
 PACKS = {"pack": "histogram", "one document": "dense"}
 CLOSE = 2e-2  # relative difference of results: roundings to bf16
-RANKS = 2
 QUEUED = 10_000_000  # cycles ahead of a timed call, which takes some ms to issue
 REPEATS = 12  # of the calls of several ranks
 WIDTH = 4  # of the convolution
@@ -149,41 +140,6 @@ def layer_rows(model: str, tokens: int, kind: str, wanted: float) -> list[Row]:
         }
         for name in layers
     ]  # fmt: skip
-
-
-class Silent:
-    """The transport of a rank to which zeros arrive at once."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def all_to_all(self, output: Tensor, *_: object, **__: object) -> Arrival:
-        output.zero_()
-        return Arrival(lambda: None)
-
-
-def rank_row(model: str, tokens: int, kind: str, wanted: float) -> Row:
-    """Times of the ranks of a plan of RANKS, of so many tokens each, and of the whole pack."""
-    lengths, total = draw_pack(PACKS[kind], RANKS * tokens, seed=0), RANKS * tokens
-    mask = magi.varlen_causal(np.append(0, lengths.cumsum()))
-    plans = {size: magi.make_plan(mask, total, size) for size in (1, RANKS)}
-    runs: dict[str, Callable[[], object]] = {}
-    for size, plan in plans.items():
-        inputs, dout = inputs_of(plan.tokens_per_rank, HEADS[model])
-        for rank, parts in enumerate(plan.document_parts.ranks):
-
-            def layer(*x: Tensor, parts: RankParts = parts, transport: Silent = Silent(rank, size)) -> Tensor:  # noqa: B008
-                found: Tensor = delta_rule(*x, parts, transport, SCALE, Kernels())
-                return found
-
-            runs[f"fwd {size} {rank}"] = partial(forward, layer, inputs)
-            runs[f"both {size} {rank}"] = partial(both, layer, inputs, dout)
-    times = take_turns(runs, wanted, QUEUED)
-    row: Row = {"model": model, "tokens": tokens, "documents": kind, "num_documents": len(lengths)}
-    for name in ("fwd", "both"):
-        row[f"{name}_ms"] = [times[f"{name} {RANKS} {rank}"] for rank in range(RANKS)]
-        row[f"whole_{name}_ms"] = times[f"{name} 1 0"]
-    return row
 
 
 class Operation(NamedTuple):
@@ -298,22 +254,6 @@ def layers_table(*results: dict[str, Any]) -> str:
     return table(["model", "tokens", "documents", *columns, "share of forward", "share of both"], lines)
 
 
-def ranks_table(*results: dict[str, Any]) -> str:
-    """Milliseconds of the slowest rank, and its share of the ideal."""
-    rows = [row for found in results for row in found["ranks"]]
-    lines = []
-    for row in rows:
-        slowest = [max(row[f"{name}_ms"]) for name in ("fwd", "both")]
-        shares = [
-            f"{100 * row[f'whole_{name}_ms'] / RANKS / ms:.0f}%"
-            for name, ms in zip(("fwd", "both"), slowest, strict=True)
-        ]
-        lines.append(
-            [row["model"], thousands(row["tokens"]), row["documents"], *(f"{ms:.2f}" for ms in slowest), *shares]
-        )
-    return table(["model", "tokens", "documents", "forward", "both", "share of forward", "share of both"], lines)
-
-
 def cp_table(found: dict[str, Any]) -> str:
     """Milliseconds of the slowest rank, the share of the ideal, and that of communication which nothing hides."""
     lines = []
@@ -338,7 +278,6 @@ def cp_part() -> str:
 PARTS = {
     "linear-layers": part(layers_table, "linear_h200"),
     "linear-cp": cp_part,
-    "linear-ranks": part(ranks_table, "linear_ranks_h200"),
 }
 
 
@@ -346,23 +285,18 @@ def main() -> None:
     parser = recording_parser(__doc__)
     parser.add_argument("--models", nargs="*", choices=HEADS, default=list(HEADS), help="whose layers")
     parser.add_argument("--tokens", nargs="*", type=int, default=[8192, 16384, 65536], help="per layer and GPU")
-    parser.add_argument("--ranks", action="store_true", help=f"time the {RANKS} ranks of a plan instead")
     parser.add_argument("--wanted", type=float, default=25, help="ms for which each implementation is timed")
     arguments = parser.parse_args()
     if dist.is_torchelastic_launched():
         bench_ranks(arguments)
         return
-    figures: dict[str, Any] = facts_of_run(arguments.commit) | {"libraries": versions()}
-    figures |= {"ranks" if arguments.ranks else "layers": []}
+    figures: dict[str, Any] = facts_of_run(arguments.commit) | {"libraries": versions(), "layers": []}
     for model in arguments.models:
         for tokens in arguments.tokens:
             for kind in PACKS:
-                if arguments.ranks:
-                    figures["ranks"].append(rank_row(model, tokens, kind, arguments.wanted))
-                else:
-                    figures["layers"] += layer_rows(model, tokens, kind, arguments.wanted)
+                figures["layers"] += layer_rows(model, tokens, kind, arguments.wanted)
             save(figures, arguments.output)
-    print((ranks_table if arguments.ranks else layers_table)(figures))
+    print(layers_table(figures))
 
 
 if __name__ == "__main__":

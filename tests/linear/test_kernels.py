@@ -73,14 +73,16 @@ def test_stages_make_the_rule(monkeypatch, lengths, mapped, forgets):
     tokens = Tokens(*inputs[:3], forgets * inputs[3].float().double(), inputs[4].float().double())
     both = torch.randn(2, len(lengths), 4, 6, 6, generator=torch.Generator().manual_seed(0)).double()
     states, dends = (dict(enumerate(x)) for x in both)
+    every = range(len(lengths))
 
     def found(backend, states, dends):
         started = backend.start(tokens, lengths, 0.3, mapped)
         maps = [*map(torch.stack, started.maps())] if mapped else []
+        started.prepare(states)
         out, kept = started.finish(states)
         started = backend.start_backward(tokens, lengths, 0.3, states, kept, dout, mapped)
         dstates = [torch.stack([*started.state_grads()])] if mapped else []
-        started.prepare()
+        started.prepare(every)
         return [x.double() for x in (out, *maps, *dstates, *started.finish(dends))]
 
     for some in ((states, dends), ({0: states[0]}, {len(lengths) - 1: dends[len(lengths) - 1]}), ({}, {})):

@@ -3,7 +3,7 @@
 Shapes: T tokens, HK heads of q and k, H value heads, K and V elements of a head, D sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +45,13 @@ class Forward(Protocol):
             states [H, K, V] and matrices [H, K, K], n of each, of ``Tokens.wide`` or 16 bits.
         """
 
+    def prepare(self, waiting: Collection[int]) -> None:
+        """What waits for nobody, to be called while maps travel; where no states come it may be left out.
+
+        Args:
+            waiting: numbers of the sequences whose states ``finish`` will be given.
+        """
+
     def finish(self, states: dict[int, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Outputs, and what the backward needs besides the inputs.
 
@@ -63,8 +70,12 @@ class Backward(Protocol):
         """Gradients of the first states of those sequences where they were asked for, if those of the last ones are
         zero: n of [H, K, V], of ``Tokens.wide``."""
 
-    def prepare(self) -> None:
-        """What waits for nobody, to be called while maps travel."""
+    def prepare(self, waiting: Collection[int] = ()) -> None:
+        """What waits for nobody, to be called while maps travel.
+
+        Args:
+            waiting: numbers of the sequences whose gradients ``finish`` will be given.
+        """
 
     def finish(self, dends: dict[int, Tensor]) -> Tokens:
         """Gradients of the tokens, in their dtypes.

@@ -13,7 +13,7 @@ arXiv 2406.06484, section 3, with gates):
 Shapes: N chunks of C tokens, H value heads, D documents; the rest as in ``delta_rule``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,6 +101,9 @@ class ChunkedForward:
             _, ends = run(tokens._replace(v=values), lengths, 1.0, first, with_out=False)
         return ends[..., :value_dim].unbind(), ends[..., value_dim:].unbind()
 
+    def prepare(self, waiting: Collection[int]) -> None:
+        """As ``Forward.prepare``: nothing."""
+
     def finish(self, states: dict[int, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As ``Forward.finish``."""
         with torch.no_grad():
@@ -126,7 +129,7 @@ class ChunkedBackward:
         (grads,) = torch.autograd.grad(self.out, self.states, self.dout, retain_graph=True)
         return [grads[i] for i in self.mapped]
 
-    def prepare(self) -> None:
+    def prepare(self, waiting: Collection[int] = ()) -> None:
         """As ``Backward.prepare``: nothing, autograd does all at once."""
 
     def finish(self, dends: dict[int, Tensor]) -> Tokens:

@@ -10,6 +10,7 @@ Shapes: T local tokens, HK heads of q and k, H value heads, K and V elements of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,7 +105,7 @@ def forward(layer: Layer) -> tuple[Tensor, Kept]:
     if mapped:
         for (part, i), state, matrix in zip(mapped.items(), *started.maps(), strict=True):
             maps[part] = Map(state.to(none.dtype), matrix.to(none.dtype) if i in runs.sources[False] else None)
-    passed = pass_on(maps, parts, False, none, transport)
+    passed = pass_on(maps, parts, False, none, transport, partial(started.prepare, runs.sources[False]))
     out, of_backend = started.finish(totals(passed, runs.sources[False]))
     states, (_, key_dim, value_dim) = [passed[part] for part in parts.parents], tokens.state_shape
     matrices = [one.matrix for one in maps.values() if one.matrix is not None]
@@ -127,7 +128,7 @@ def backward(layer: Layer, dout: Tensor, kept: Kept) -> tuple[Tensor, ...]:
     if mapped:
         for (part, i), dstate in zip(mapped.items(), started.state_grads(), strict=True):
             maps[part] = Map(dstate, next(matrices) if i in runs.sources[True] else None)
-    passed = pass_on(maps, parts, True, none, transport, started.prepare)
+    passed = pass_on(maps, parts, True, none, transport, partial(started.prepare, runs.sources[True]))
     grads = started.finish(totals(passed, runs.sources[True]))
     return tuple(_without(x, runs.gaps) for x in grads)
 

@@ -10,7 +10,7 @@ scanned for maps are S sequences of E rows.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
@@ -267,33 +267,47 @@ class _Inputs(NamedTuple):
         )  # fmt: skip
         return states, matrices
 
-    def placed(self, states: dict[int, Tensor], fold: Callable[[Tensor | None], Tensor]) -> Tensor | None:
+    def zeros(self, waiting: Collection[int]) -> Tensor | None:
+        """Where `placed` puts the states of these sequences, and zeros for others; None: nowhere."""
+        f = self.fragments
+        if f.is_cut:
+            waiting = [place for place, i in enumerate(f.scanned) if i in waiting]
+        return self._zeros(len(f.scanned) if f.is_cut else f.first[-1]) if waiting else None
+
+    def placed(
+        self, states: dict[int, Tensor], fold: Callable[[Tensor | None], Tensor], zeros: Tensor | None = None
+    ) -> Tensor | None:
         """The states that fragments begin with, in the backward their gradients where fragments end, [F, H, K, V];
         None: zeros.
 
         Args:
             states: of sequences.
             fold: makes those of rows, [E, H, K, V], of those of scanned sequences, [S, H, K, V] or None for zeros.
+            zeros: by `zeros`, of these sequences or more; is changed. None: made now.
         """
         f = self.fragments
+        if zeros is None:
+            zeros = self.zeros(states)
         if not f.is_cut:
-            return self._spread(states, f.first[-1]) if states else None
+            return zeros if zeros is None else spread(states, zeros)
         of_scanned = {place: states[i] for place, i in enumerate(f.scanned) if i in states}
-        rows = fold(self._spread(of_scanned, len(f.scanned)) if of_scanned else None)
+        rows = fold(zeros if zeros is None else spread(of_scanned, zeros))
         if f.groups == [(0, 0, f.first[-1])]:
             return rows
-        placed = self._spread({f.first[i]: x for i, x in states.items() if i not in f.scanned}, f.first[-1])
+        others = {f.first[i]: x for i, x in states.items() if i not in f.scanned}
+        placed = spread(others, self._zeros(f.first[-1]))
         for row, fragment, count in f.groups:
             placed[fragment : fragment + count] = rows[row : row + count]
         return placed
 
-    def _spread(self, states: dict[int, Tensor], count: int) -> Tensor:
-        shape = self.v.shape[2], self.k.shape[3], self.v.shape[3]
-        return spread(states, self.gates.new_zeros(count, *shape))
+    def _zeros(self, count: int) -> Tensor:
+        return self.gates.new_zeros(count, self.v.shape[2], self.k.shape[3], self.v.shape[3])
 
 
 class KernelsForward:
     """A ``Forward``."""
+
+    zeros: Tensor | None = None  # for the states that come
 
     def __init__(self, inputs: _Inputs) -> None:
         self.inputs, f = inputs, inputs.fragments
@@ -313,12 +327,17 @@ class KernelsForward:
         states, matrices = ([x[place] for place in f.mapped] for x in maps)
         return states, matrices
 
+    def prepare(self, waiting: Collection[int]) -> None:
+        """As ``Forward.prepare``: zeros for all sequences, many of which may wait for nobody."""
+        self.zeros = self.inputs.zeros(waiting)
+
     def finish(self, states: dict[int, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As ``Forward.finish``."""
         library, x, f = _library(), self.inputs, self.inputs.fragments
         first = x.placed(
             states,
             lambda raw: library.correct_initial_states(raw, self.states, self.matrices, self.is_whole, f.first_row),
+            self.zeros,
         )
         out, _, _ = library.fused_gdr_fwd(
             x.q, x.k, x.v, x.inverse, x.gates, x.beta, x.scale, first, output_final_state=False,
@@ -329,6 +348,8 @@ class KernelsForward:
 
 class KernelsBackward:
     """A ``Backward``."""
+
+    zeros: Tensor | None = None  # for the gradients that come
 
     def __init__(self, inputs: _Inputs, states: dict[int, Tensor], dout: Tensor, dtypes: Sequence[torch.dtype]) -> None:
         """dtypes: of the tokens."""
@@ -355,8 +376,8 @@ class KernelsBackward:
             )  # fmt: skip
         return [dstates[place] for place in f.mapped]
 
-    def prepare(self) -> None:
-        """As ``Backward.prepare``: the states before all chunks, [1, chunks, H, K, V] in 16 bits."""
+    def prepare(self, waiting: Collection[int] = ()) -> None:
+        """As ``Backward.prepare``: the states before all chunks, [1, chunks, H, K, V] in 16 bits; and zeros."""
         library, x, f = _library(), self.inputs, self.inputs.fragments
         first = x.placed(
             self.states,
@@ -365,6 +386,7 @@ class KernelsBackward:
         self.before, _, _ = library.fused_gdr_h(
             x.k, x.v, x.inverse, x.gates, x.beta, first, output_final_state=False, cu_seqlens=f.fragments
         )
+        self.zeros = x.zeros(waiting)
 
     def finish(self, dends: dict[int, Tensor]) -> Tokens:
         """As ``Backward.finish``."""
@@ -374,6 +396,7 @@ class KernelsBackward:
             lambda raw: library.correct_terminal_states(
                 raw, self.dstates, self.matrices, self.is_whole_back, f.first_row
             ),
+            self.zeros,
         )
         dq, dk, dv, dg, dbeta, _ = library.fused_gdr_bwd(
             x.q, x.k, x.v, x.inverse, x.gates, x.beta, self.dout, last, self.before, x.scale, f.fragments

@@ -51,7 +51,8 @@ def send(
     exchange = exchange_of(parts, back, shape)
     flat = [x.flatten() for part in parts.sent(back)[:, 1].tolist() for x in maps[part] if x is not None]
     output = none.new_empty(sum(exchange.recv_splits))
-    arrival = transport.all_to_all(output, torch.cat([none.new_empty(0), *flat]), exchange, back=False)
+    sent = flat[0] if len(flat) == 1 else torch.cat([none.new_empty(0), *flat])
+    arrival = transport.all_to_all(output, sent, exchange, back=False)
 
     def arrived() -> dict[int, Map]:
         arrival.wait()
