@@ -3,12 +3,12 @@
 
     python benchmarks/bench_keeping.py [--cases "packs of 64k"] --output benchmarks/results/keeping_h200.json
 
-Each row is a run of its own by the package's command, with the layer shapes of Llama 3.1 8B and random weights,
-compiled; those of a case follow one another. It has the median over steps of the milliseconds per step, the first ones
-not counted, the most memory that PyTorch allocated on a GPU, and the most of the host's memory that a process had; both
-as predicted, too. Rows that the file has already are not run again, nor mixes that "auto" was found to be, nor those
+Each row is a run of its own by the package's command, with the layer shapes of Llama 3.1 8B and random weights from one
+seed, compiled; those of a case follow one another. It has the median over steps of the milliseconds per step, the first
+ones not counted, the last loss, the most memory that PyTorch allocated on a GPU, and the most of the host's memory that
+a process had; memory as predicted, too. "500 steps" has small layers of every kind that is offloaded, and its memory by
+fifths of the run. Rows that the file has already are not run again, nor mixes that "auto" was found to be, nor those
 predicted not to fit this kind of GPU.
-"500 steps" has small layers of every kind that is offloaded, and its memory by fifths of the run.
 
 A step of 8B on one document of 1M tokens over eight GPUs is derived from rows with 128k tokens on each GPU, where all
 layers keep attention. Apart from attention, a layer's work depends on the tokens of a GPU alone, and attention's on the
@@ -85,9 +85,10 @@ def keeping_table(found: dict[str, Any]) -> str:
             row["case"], case.layers, row["kept"] + f" ({AUTO})" * (row["keep"] == AUTO),
             f"{row['step_ms']:,.0f}", f"{1e3 * case.tokens / case.gpus / row['step_ms']:,.0f}", f"{step:,.0f}",
             *memory_cells(row, expected), f"{host_memory(expected.setup) / GIB:.1f}",
+            f"{row['loss']:.4f}" if "loss" in row else None,
         ])  # fmt: skip
     columns = ["data", "layers", "kept", "step, ms", "tokens/s per GPU", "predicted, ms", "GiB", "predicted", "error"]
-    return table([*columns, "offloaded GiB"], lines)
+    return table([*columns, "offloaded GiB", "loss"], lines)
 
 
 def fifths_table(found: dict[str, Any]) -> str:

@@ -117,6 +117,8 @@ expert_parallel_degree = {ep}
 mode = "{mode}"
 [compile]
 enable = true
+[debug]
+seed = 0
 [metrics]
 log_freq = 1
 """
@@ -236,18 +238,20 @@ def record_run() -> None:
     from torchtitan_magi.training.metrics import PlanMetrics
 
     times: list[float] = []
+    losses: list[float] = []
     seen: list[tuple[float, ...]] = []  # of each step: GiB of the GPU allocated at most and outside, and of the host
     memory: Any = None
     log = PlanMetrics.log
 
-    def record_and_log(self, *arguments, **options):  # type: ignore[no-untyped-def]
+    def record_and_log(self, step, global_avg_loss, *arguments, **options):  # type: ignore[no-untyped-def]
         nonlocal memory
         memory = self.memory
         times.append(time.perf_counter())
+        losses.append(float(global_avg_loss))
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         now = torch.cuda.max_memory_allocated(), total - free - torch.cuda.memory_reserved()  # the log resets them
         seen.append((now[0] / GIB, now[1] / GIB, host_gib()))
-        log(self, *arguments, **options)
+        log(self, step, global_avg_loss, *arguments, **options)
 
     PlanMetrics.log = record_and_log  # type: ignore[method-assign]
     main()
@@ -255,6 +259,7 @@ def record_run() -> None:
     seconds = seconds[min(WARM_UP, len(seconds) // 2) :]
     columns = dict(zip(("peak_gib", "outside_gib", "host_gib"), zip(*seen, strict=True), strict=True))
     found: dict[str, Any] = {"step_ms": 1e3 * statistics.median(seconds), "kept": as_option(memory.setup.keepings)}
+    found["loss"] = losses[-1]
     found |= {name: max(values) for name, values in columns.items()} | {"host_after_gib": host_gib()}
     if len(times) >= LONG:
         fifths = [range(len(times))[i * len(times) // 5 : (i + 1) * len(times) // 5] for i in range(5)]

@@ -198,3 +198,20 @@ def test_where_nothing_fits_the_least_is_kept():
 def test_stages_of_a_pipeline_keep_alike():
     run = one_document(replace(MILLION, cp=4, pp=2, at_once=4, seq_len=2**18), H100)
     assert run.setup.keepings[:16] == run.setup.keepings[16:]
+
+
+def test_a_step_of_a_million_tokens_follows_from_smaller_ones():
+    """By the rule of bench_keeping.py, of steps as predicted."""
+    from bench_keeping import CASES, million, predicted
+
+    rows = []
+    for name, (case, _, keeps) in CASES.items():
+        for keep in keeps:
+            if case.one_document and "attention" in keep:
+                run = predicted(case, "NVIDIA H100", parse(keep, case.layers))
+                rows.append({"case": name, "kept": as_option(run.setup.keeping), "step_ms": 1e3 * run.time.total})
+    found = million(rows, "NVIDIA H100")
+    seconds = one_document(MILLION).time.total
+    assert f"As predicted {seconds:.0f} s, " in found
+    assert float(found.split(" = ")[1].split(" s a step")[0]) == pytest.approx(seconds, rel=0.02)
+    assert million(rows[:2], "NVIDIA H100") == ""

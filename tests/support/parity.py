@@ -59,11 +59,11 @@ def feed(batches):
     """Trains on the generator batches(shape, dp_rank, dp_world_size) instead of a dataset."""
     from torchtitan_magi.training.run_parts import RunParts
 
-    def training_data(self, section, place, sections, stock):
+    def open_data(self, section, place, sections):
         size, rank = place
-        return self._planned(Fed(batches((section.local_batch_size, section.seq_len), rank, size)))
+        self.loader = Fed(batches((section.local_batch_size, section.seq_len), rank, size))
 
-    RunParts.training_data = training_data
+    RunParts.open_data = open_data
 
 
 def difference(run, reference):

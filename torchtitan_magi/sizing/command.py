@@ -40,7 +40,7 @@ from torchtitan_magi.sizing.run_file import (
     steps_of,
 )
 from torchtitan_magi.sizing.run_setup import Setup
-from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, Sample, pairs_of, sample
+from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, PACKS, Sample, make_packs, pairs_of, sample
 from torchtitan_magi.sizing.strategies.size import Sizing, check_layout, size_run
 from torchtitan_magi.sizing.strategies.table import as_json, report_lines
 from torchtitan_magi.wording import one_line, quoted
@@ -161,7 +161,8 @@ def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
     for cp_size in options.cp:
         node = gpus_in_node(options, cp_size)
         check_layout(total, cp_size, node)
-        place = Place(gpu_named(options.gpu), options.gpus_per_node, ())
+        packs = tuple(make_packs(NO_DATA, total, options.packs, options.seed))
+        place = Place(gpu_named(options.gpu), options.gpus_per_node, packs)
         found.append(with_keeping(replace(setup, seq_len=total, cp=cp_size, cp_per_machine=node), place))
     return found
 
@@ -249,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--head-dim", type=int, default=128, metavar="D", help="elements of a query or key (default: %(default)s)")
     add("--value-dim", type=int, default=0, metavar="D", help="elements of a value (default: as many)")
-    add("--packs", type=int, default=5, metavar="N", help="number of packs to draw (default: %(default)s)")
+    add("--packs", type=int, default=PACKS, metavar="N", help="number of packs to draw (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the draw (default: %(default)s)")
     add("--tokenizer", metavar="DIR", help="for records: folder of the model's tokenizer.json and chat template")
     add(

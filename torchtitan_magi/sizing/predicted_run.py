@@ -17,7 +17,7 @@ from torchtitan_magi.sizing.keeping.choose import MARGIN, MARGIN_OF_EXPERTS, Bou
 from torchtitan_magi.sizing.keeping.kinds import AUTO
 from torchtitan_magi.sizing.memory import Prediction, host_memory, predict, states_on_host
 from torchtitan_magi.sizing.run_setup import Setup
-from torchtitan_magi.sizing.step_time import WAITING, StepTime, time_of_step
+from torchtitan_magi.sizing.step_time import StepTime, time_of_step
 from torchtitan_magi.sizing.strategies.outcomes import Case, plan_outcome
 from torchtitan_magi.sizing.strategies.pack_masks import mask_of, tokens_and_parents
 
@@ -111,21 +111,16 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
 
 
 def with_keeping(setup: Setup, place: Place) -> Setup:
-    """The setup with what layers keep, chosen where it leaves that open, without the packs of ``place``: as a run does,
-    which has not read its data yet.
-
-    It is chosen for one document that fills each pack, as memory is predicted; but copies to the host have to hide
-    behind the rest of a layer alone, as the attention of short documents takes no time.
-    """
+    """The setup with what layers keep, chosen where it leaves that open: the fastest over steps of one of the packs of
+    ``place`` each, as copies to the host hide behind a step's own attention. Memory is for one document that fills its
+    pack."""
     if setup.checkpointing != AUTO or setup.keeping:
         return setup
-    alone = replace(place, packs=(np.array([setup.seq_len]),), learned=1.0)
-    works = _attention_work(setup, alone), _Work(0.0, 0.0, 0.0, 1.0)
+    works = [_attention_work(setup, place, slice(number, number + 1)) for number in range(len(place.packs))]
     whole, margin = replace(setup, learned=1.0), MARGIN if setup.ep == 1 else MARGIN_OF_EXPERTS
 
     def seconds(mixed: Setup) -> float:
-        one, short = (_time(mixed, alone, work) for work in works)
-        return one.total + short.parts.get(WAITING, 0.0) - one.parts.get(WAITING, 0.0)
+        return float(np.mean([_time(mixed, place, work).total for work in works]))
 
     gpu = Bound(lambda mixed: predict(mixed).total, margin * place.gpu.capacity)
     host = Bound(host_memory, max(0, place.host - states_on_host(setup)))
@@ -152,14 +147,15 @@ def _time(setup: Setup, place: Place, work: _Work) -> StepTime:
     return time_of_step(setup, place.gpu, place.gpus_per_node, (work.forward, work.backward), work.pairs)
 
 
-def _attention_work(setup: Setup, place: Place) -> _Work:
-    heads = heads_of_rank(setup.model, setup.tp)
-    seconds = place.attention(setup.seq_len, setup.cp, setup.tp, heads)
-    windows, areas = setup.model.windows or (0,) * setup.model.num_attention_layers, np.zeros(len(place.packs))
-    attends, ideal = np.zeros((len(place.packs), 2)), 0.0
+def _attention_work(setup: Setup, place: Place, chosen: slice = slice(None)) -> _Work:
+    """chosen: which packs of ``place``."""
+    heads, packs = heads_of_rank(setup.model, setup.tp), place.packs[chosen]
+    seconds = place.attention(setup.seq_len, setup.cp, setup.tp, heads)[chosen]
+    windows, areas = setup.model.windows or (0,) * setup.model.num_attention_layers, np.zeros(len(packs))
+    attends, ideal = np.zeros((len(packs), 2)), 0.0
     for window in set(windows):
         count = windows.count(window)
-        area, share = (np.array(found) for found in zip(*(_area(pack, window) for pack in place.packs), strict=True))
+        area, share = (np.array(found) for found in zip(*(_area(pack, window) for pack in packs), strict=True))
         attends += count * share[:, None] * seconds[:, 0]
         ideal += float((count * share[:, None] * seconds[:, 1]).sum())
         areas += area * count / len(windows)

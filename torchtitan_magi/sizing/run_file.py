@@ -85,7 +85,7 @@ def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
     folder, cost = run.read("model.hf_assets_path", str), run.read("magi.cost_model", "")
     return {
         "source": path_of(run), "dataset": dataset, "tokenizer": folder,
-        "share_prefixes": shares,
+        "share_prefixes": shares, "seed": run.read("debug.seed", 0),
         "total": str(total), "cp": [cp_size], "cost": Path(cost) if cost else None,
         **(_heads(run, tp_size) if with_heads else {}),
     }  # fmt: skip

@@ -26,6 +26,7 @@ HISTOGRAM = {
     8192: 97.42, 16384: 98.71, 32768: 99.56, 65536: 99.70, 131072: 99.86, 196608: 100.0,
 }  # fmt: skip
 
+PACKS = 5  # that a run is sized by
 RECORDS = (".jsonl", ".parquet", ".gz", ".zst")  # how the names of files of records end
 
 
@@ -222,14 +223,22 @@ def read_data_set(
         dataset = PackedSFTDataset(paths, chat, total, share_prefixes=share_prefixes, **options)
     items = list(itertools.islice(dataset, count))
     learned = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
-    if kind == "dpo":
-        packs = _packs_of_pairs([inputs for inputs, _ in items])
-    elif share_prefixes or kind == "rollouts":
-        packs = [pack_of_trees(inputs["documents"]) for inputs, _ in items]
-    else:
-        packs = [np.diff(inputs["documents"])[:, 0].astype(np.int64) for inputs, _ in items]
+    packs = _packs_of(dataset, [inputs for inputs, _ in items])
     share = learned / max(1, sum(int(tokens_and_parents(pack)[0].sum()) for pack in packs))
     return Sample(packs, dataset.packs_per_epoch(dataset.counts), share, dataset.counts if share_prefixes else None)
+
+
+def first_packs(dataset: PackedDataset, count: int) -> list[Int64Array]:
+    """The first packs of a run's data, which are those that ``sample`` finds in it."""
+    return _packs_of(dataset, [inputs for inputs, _ in dataset.first_items(count)])
+
+
+def _packs_of(dataset: PackedDataset, items: Sequence[dict[str, Any]]) -> list[Int64Array]:
+    if dataset.kind == "pairs":
+        return _packs_of_pairs(items)
+    if dataset.options.share_prefixes:  # rollouts always do
+        return [pack_of_trees(inputs["documents"]) for inputs in items]
+    return [np.diff(inputs["documents"])[:, 0].astype(np.int64) for inputs in items]
 
 
 def _packs_of_pairs(items: Sequence[dict[str, Any]]) -> list[Int64Array]:

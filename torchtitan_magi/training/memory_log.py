@@ -18,6 +18,7 @@ from torchtitan_magi.sizing.keeping.kinds import AUTO, in_words
 from torchtitan_magi.sizing.memory import GIB, Prediction, describe, predict, remedies
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
 from torchtitan_magi.training.activations.decide import decided, note_beyond
+from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import is_first_rank
 from torchtitan_magi.wording import one_line
 
@@ -27,7 +28,7 @@ SETTLED = 5  # step from which on all memory has been taken: compilers are done 
 
 
 def memory_of_run(
-    job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str
+    job_config: Any, dims: Any, model: ModelConfig, loader: Any, has_objectives: bool, device_type: str
 ) -> "MeasuredMemory":
     """Decides what layers keep where activation checkpointing is "auto", and logs what a run will take.
 
@@ -35,6 +36,7 @@ def memory_of_run(
 
     Args:
         dims: torchtitan's ParallelDims.
+        loader: of the training data, whose first packs decide if it is a ``PackLoader``.
         has_objectives: whether our Trainer runs, not torchtitan's own.
         device_type: that of torchtitan's tools.
     """
@@ -54,7 +56,7 @@ def memory_of_run(
     )
     folder = Path(job_config.job.dump_folder)
     if setup.checkpointing == AUTO:
-        setup = decided(setup, folder)
+        setup = decided(setup, folder, loader if isinstance(loader, PackLoader) else None)
     return MeasuredMemory(setup, log_prediction(setup), device_type, folder)
 
 

@@ -8,8 +8,8 @@ import torch
 from torchtitan_magi.linear.choose import check_heads
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.shapes import heads_of_rank
-from torchtitan_magi.training.batches.given_rollouts import given_rollouts
-from torchtitan_magi.training.batches.pack_loader import build_dataloader
+from torchtitan_magi.training.batches.given_rollouts import GivenRollouts, given_rollouts
+from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
 from torchtitan_magi.training.batches.run_length import RunLength, set_run_length
@@ -33,6 +33,7 @@ class RunParts:
         export: how the model is exported, and with which files.
         runtime: what plans microbatches; there when the first of them is loaded.
         count: the work of the microbatches.
+        loader: of the training data, if they are ours; there before the model is built.
         sections: where the data have set the number of steps, see ``RunLength``; None where they have not.
         run_length: how many steps and epochs it has, if the data are ours; there once they are.
     """
@@ -43,6 +44,7 @@ class RunParts:
     export: Export
     runtime: MagiRuntime | None
     count: WorkCount
+    loader: PackLoader | GivenRollouts | None = None
     sections: Any = None
     run_length: RunLength | None = None
 
@@ -80,30 +82,31 @@ class RunParts:
         check_vocabulary(tokenizer, self.model_facts, self.job_config)
         self.export.files = exported_files(self.job_config, self.model_facts, tokenizer)
 
-    def training_data(
-        self, section: Any, place: tuple[int, int], sections: Any, stock: Callable[[], Any]
-    ) -> PlannedLoader:
-        """The training data with plans made ahead; also sets the number of steps. A collective of all ranks.
+    def open_data(self, section: Any, place: tuple[int, int], sections: Any) -> None:
+        """Sets ``loader`` and the number of steps, if the data are ours. A collective of all ranks.
 
         Args:
             section: [training] as this rank is to load it.
             place: the number of batches that are loaded at a time, and which of them is this rank's.
             sections: where the number of steps is set, see ``RunLength``.
-            stock: makes torchtitan's own loader, for its own data sets.
 
         Raises:
             ValueError: see ``build_dataloader``.
         """
         if section.dataset not in OUR_DATASETS:
-            return self._planned(stock())
+            return
         if not section.dataset_path:
-            return self._planned(given_rollouts(section, *place, self.tokenizer, self.job_config))
-        loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
+            self.loader = given_rollouts(section, *place, self.tokenizer, self.job_config)
+            return
+        self.loader = loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
         self.sections = sections
         set_run_length(sections, self.job_config, loader)
         self.run_length = loader.run_length
         add_turn_end(self.export.files, loader.dataset, bool(self.job_config.magi.lora.rank))
-        return self._planned(loader)
+
+    def training_data(self, stock: Callable[[], Any]) -> PlannedLoader:
+        """The training data with plans made ahead. stock: makes torchtitan's own loader, for its own data sets."""
+        return self._planned(stock() if self.loader is None else self.loader)
 
     @property
     def num_steps(self) -> int:

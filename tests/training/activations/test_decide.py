@@ -5,16 +5,21 @@ import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from support.runs import call
+from support.numbered_records import dataset, write
+from support.runs import call, corpus, train
 
 from torchtitan_magi.models.published import published_sizes
+from torchtitan_magi.sizing.gpus import H100
 from torchtitan_magi.sizing.keeping.kinds import parse
 from torchtitan_magi.sizing.memory import GIB, predict
+from torchtitan_magi.sizing.predicted_run import Place, predict_run
 from torchtitan_magi.sizing.run_setup import Setup
+from torchtitan_magi.sizing.sample_packs import first_packs, sample
 from torchtitan_magi.training.activations import decide
-from torchtitan_magi.training.activations.decide import decided, note_beyond
+from torchtitan_magi.training.activations.decide import note_beyond
 
 SETUP = Setup(published_sizes("Llama-3.1-8B"), 2**20, cp=8, checkpointing="auto", compiled=True, compiled_loss=True)
 
@@ -34,6 +39,10 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(decide, "gathered", gathered)
     return first
+
+
+def decided(setup, folder, loader=None):
+    return decide.decided(setup, folder, loader)
 
 
 def said(caplog):
@@ -63,9 +72,9 @@ def test_the_decision_is_one_line_that_can_be_repeated(machine, tmp_path, log):
 
 def test_all_ranks_take_the_least_that_any_has(machine, tmp_path):
     whole = decided(SETUP, tmp_path)
-    machine["memory"] = 76 * GIB
+    machine["memory"] = 70 * GIB
     small = decided(SETUP, tmp_path)
-    assert predict(small).total < 0.915 * 76 * GIB < predict(whole).total
+    assert predict(small).total < 0.915 * 70 * GIB < predict(whole).total
     machine["memory"], machine["available"] = int(79.1 * GIB), 100 * GIB  # 7.5 GiB for each of eight ranks
     assert sum(keeping.offloaded for keeping in decided(SETUP, tmp_path).keeping) < 8
     machine["hosts"] = [*"aabbccdd"]  # two ranks on each, which have more of it
@@ -130,3 +139,69 @@ def test_a_run_that_is_out_of_memory_says_what_layers_kept(tmp_path):
     assert list(noted.values()) == [int(0.05 * 80 * GIB)]
     kind, text, noted = call(out_of_memory, "full", tmp_path / "other")
     assert (kind, text, noted) == ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", [])
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def loader_of(path, lengths, **options):
+    """Of documents of these tokens, all with loss."""
+    documents = [(number, length, 0) for number, length in enumerate(lengths)]
+    return SimpleNamespace(dataset=dataset(write(path, documents), **options))
+
+
+def test_documents_of_the_first_packs_decide(machine, tmp_path, log):
+    """Each of two decisions is the faster one for the documents that it was made for."""
+    setup = replace(SETUP, cp=2, seq_len=2**18, model=replace(SETUP.model, num_layers=16))
+    lengths, found = {"one": [2**18], "short": [1024] * 256}, {}
+    for name, documents in lengths.items():
+        found[name] = decided(setup, tmp_path, loader_of(tmp_path / f"{name}.jsonl", documents, seq_len=2**18))
+        assert "The data are not known" not in log.text
+    assert found["one"].keeping != found["short"].keeping
+    for name, documents in lengths.items():
+        place = Place(H100, 8, (np.array(documents),), host=60 * GIB)
+        times = {other: predict_run(mixed, place).time.total for other, mixed in found.items()}
+        assert times[name] == min(times.values())
+
+
+def test_where_data_are_not_known_it_is_the_histogram(machine, tmp_path, log):
+    found = decided(SETUP, tmp_path)
+    assert log.text.count("The data are not known yet: what layers keep is decided for documents of the histogram") == 1
+    packs = tuple(sample("histogram", SETUP.seq_len, 5).packs)
+    assert found.keeping == predict_run(SETUP, Place(H100, 8, packs, host=75 * GIB)).setup.keeping
+
+
+def test_the_first_packs_are_those_of_steps_of_one(tmp_path, monkeypatch):
+    """Whatever a rank reads later, and in whichever order packs are dealt; nothing that it reads later changes."""
+    monkeypatch.setattr("torchtitan_magi.data.records.record_file.BLOCK_BYTES", 200)
+    lengths = np.random.default_rng(0).integers(2, 60, 400).tolist()
+    path = write(tmp_path / "lengths.jsonl", [(number, length, 0) for number, length in enumerate(lengths)])
+    expected = [np.diff(inputs["documents"])[:, 0].tolist() for inputs, _ in dataset(path)]
+    dealt, plain = (dataset(path, dp_rank=1, dp_world_size=2, packs_per_step=4) for _ in range(2))
+    state = dealt.state_dict()
+    assert [pack.tolist() for pack in first_packs(dealt, len(expected) + 1)] == expected
+    assert dealt.state_dict() == state
+    assert [labels.tolist() for _, labels in dealt] == [labels.tolist() for _, labels in plain]
+
+
+def report_packs(report):
+    """Reports by which packs a run would decide on GPUs."""
+    from torchtitan_magi.training import memory_log
+
+    on_cpu = memory_log.decided
+
+    def decided(setup, folder, loader):
+        report("packs", [pack.tolist() for pack in decide._packs(setup, loader)])
+        return on_cpu(setup, folder, loader)
+
+    memory_log.decided = decided
+
+
+def test_a_run_and_size_take_the_same_packs():
+    options = "--activation_checkpoint.mode auto --training.local_batch_size 2 --training.global_batch_size 8"
+    options = [*options.split(), "--parallelism.data_parallel_shard_degree", "2"]
+    read, plain = train(2, options, setup=report_packs), train(2, options)
+    assert read.losses == plain.losses
+    of_file = f"{corpus()}/train.jsonl", 256, 5, 0, f"{corpus()}/tokenizer"
+    expected = [pack.tolist() for pack in sample(*of_file).packs]
+    assert [read.of("packs", rank) for rank in (0, 1)] == [[(expected,)]] * 2

@@ -1,6 +1,7 @@
 """Packed batches: the data-parallel shard of the global pack stream, as tensors."""
 
 import functools
+import itertools
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -188,6 +189,14 @@ class PackedDataset(IterableDataset, Stateful):
         """
         cursor = Cursor() if state_dict is None else Cursor.from_state_dict(state_dict["cursor"])
         return self._stream.counts(cursor)
+
+    def first_items(self, most: int) -> list[Sample]:
+        """Items of the first packs of all ranks, in the order in which steps of one pack take them. No position
+        changes.
+
+        Raises ValueError as `iter()`.
+        """
+        return list(map(self.lay_out, itertools.islice(self._stream.first_packs(), most)))
 
     def __iter__(self) -> Iterator[Sample]:
         worker = get_worker_info()

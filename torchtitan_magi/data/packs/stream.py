@@ -231,6 +231,11 @@ class PackStream:
             counts = PackingCounts() if given else window.plan.counts
             yield WindowCount(window.begin.epoch, window.plan.num_packs - given, counts, window.last)
 
+    def first_packs(self) -> Iterator[Pack]:
+        """The packs from the first one on, in the order in which steps of one pack take them."""
+        for window in self._windows(Cursor(), threading.Event()):
+            yield from map(window.pack, range(window.plan.num_packs))
+
     def order_of(self, epoch: int) -> EpochOrder:
         """The order in which an epoch reads the records."""
         options = self.options

@@ -88,6 +88,7 @@ class MagiSpec(RunParts):
         self.runtime: MagiRuntime | None = None
         self.attention_dtype: torch.dtype | None = None  # another than that in which q, k and v arrive
         self.export = Export()
+        self.loader = self.sections = self.run_length = None
 
     def train_spec(self) -> TrainSpec:
         """torchtitan's, with ours in place of what differs."""
@@ -139,8 +140,9 @@ class MagiSpec(RunParts):
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
         """The training data, see ``training_data``."""
-        stock = partial(self.stock.build_dataloader_fn, dp_world_size, dp_rank, tokenizer, job_config)
-        return self.training_data(job_config.training, (dp_world_size, dp_rank), job_config, stock)
+        place = dp_world_size, dp_rank
+        self.open_data(job_config.training, place, job_config)
+        return self.training_data(partial(self.stock.build_dataloader_fn, *place, tokenizer, job_config))
 
     def build_validator(
         self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, **attributes: Any
@@ -158,7 +160,7 @@ class MagiSpec(RunParts):
         self.losses = LossRecord(max(1, training.global_batch_size // batches))
         config = config_of(model_args)
         device = utils.device_type
-        memory = memory_of_run(job_config, parallel_dims, config, self.has_objectives, device)
+        memory = memory_of_run(job_config, parallel_dims, config, self.loader, self.has_objectives, device)
         job_config.activation_checkpoint.keeping = memory.setup.keepings
         processor = MagiMetricsProcessor(job_config, parallel_dims)
         processor.count_work(config.attention_flops, self, self.losses, memory)

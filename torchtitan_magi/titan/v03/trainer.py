@@ -76,10 +76,11 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         _make_room_for_positions(config)
         temperature = {"temperature": temperature_of(self.model_facts)}
         changed: dict[str, Any] = {
+            "tokenizer": _StandIn(config.tokenizer, lambda **_: self.tokenizer),  # built before the model, as the data
             "dataloader": _StandIn(config.dataloader, partial(self._build_loader, config.dataloader)),
             "override": replace(config.override, imports=[*config.override.imports, (OVERRIDE, temperature)]),
             "training": replace(config.training, disable_cuda_graphs=True),
-            "lr_scheduler": _StandIn(config.lr_scheduler, lambda **_: None),  # built when the data have been counted
+            "lr_scheduler": replace(config.lr_scheduler),  # which we change
         }
         super().__init__(replace(config, **changed))
         if config.checkpoint.enable:
@@ -111,7 +112,8 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         runtime = self.build_runtime(dims, facts, self.device, facts.windows or (0,) * facts.num_attention_layers)
         self.runtime, self.process = runtime, partial(local_batch, runtime)
         runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim)
-        self.memory = memory_of_run(job, dims, facts, True, device)
+        self._open_data(dims)
+        self.memory = memory_of_run(job, dims, facts, self.loader, True, device)
         if isinstance(checkpointing := self.config.activation_checkpoint, MagiMixedAC.Config):
             checkpointing.keeping = self.memory.setup.keepings
         return dims
@@ -121,21 +123,20 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
             check_finite("optimizer.lr", group.optimizer_kwargs.get("lr", 0.0))
         degrees.check_pipeline(job, self.model_facts)
 
-    def _build_loader(
-        self, stock: Any, *, dp_world_size: int, dp_rank: int, tokenizer: Any, local_batch_size: int, **options: Any
-    ) -> PlannedLoader:
-        """The training data, see ``training_data``; torchtitan asks for it with the tokenizer it has built."""
-        job, place = self.job_config, (dp_world_size, dp_rank)
-        self.use_tokenizer(tokenizer)
-        self.config.lr_scheduler = replace(self.config.lr_scheduler.stock)
-        packs = job.training.global_batch_size
+    def _open_data(self, dims: ParallelDims) -> None:
+        """Tokenizer and training data, see ``open_data``."""
+        training, place = self.job_config.training, data_parallel_place(dims)
+        self.use_tokenizer(self.config.tokenizer.stock.build(tokenizer_path=self.config.hf_assets_path))
+        packs = training.global_batch_size
         if packs < 0:
-            packs = job.training.local_batch_size * dp_world_size
-        section = _changed(job.training, local_batch_size=local_batch_size, global_batch_size=packs)
-        build = partial(_stock_loader, stock, place, tokenizer, local_batch_size=local_batch_size, **options)
-        loader = self.training_data(section, place, self.config, build)
-        self.lr_schedulers = self.build_lr_schedulers(self.optimizers, self.config.training.steps)
-        return loader
+            packs = training.local_batch_size * place[0]
+        at_once = self.config.parallelism.pipeline_parallel_microbatch_size if dims.pp_enabled else None
+        section = _changed(training, local_batch_size=at_once or training.local_batch_size, global_batch_size=packs)
+        self.open_data(section, place, self.config)
+
+    def _build_loader(self, stock: Any, *, dp_world_size: int, dp_rank: int, **options: Any) -> PlannedLoader:
+        """The training data, see ``training_data``; torchtitan asks for it behind the model."""
+        return self.training_data(partial(_stock_loader, stock, (dp_world_size, dp_rank), **options))
 
     def build_lr_schedulers(self, optimizers: Any, steps: int) -> Any:
         """torchtitan's schedulers of the learning rate, for a run of so many steps."""

@@ -7,9 +7,10 @@ import zlib
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from torchtitan_magi.files import read_text, write_whole
@@ -18,8 +19,11 @@ from torchtitan_magi.sizing.gpus import GPUS, H100
 from torchtitan_magi.sizing.keeping.kinds import ALL, Keeping, as_option, in_words
 from torchtitan_magi.sizing.memory import GIB, host_memory, predict
 from torchtitan_magi.sizing.predicted_run import Place, predict_run
+from torchtitan_magi.sizing.run_file import NO_DATA
 from torchtitan_magi.sizing.run_setup import Setup
-from torchtitan_magi.training.process.all_ranks import gathered
+from torchtitan_magi.sizing.sample_packs import PACKS, first_packs, make_packs
+from torchtitan_magi.training.batches.pack_loader import PackLoader
+from torchtitan_magi.training.process.all_ranks import agreed, gathered
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +32,14 @@ FILE = "activation_memory.json"  # in job.dump_folder: bytes measured beyond wha
 AFTER_OUT_OF_MEMORY = 0.05  # of a GPU's memory that the next decision leaves free if a run did not fit
 
 
-def decided(setup: Setup, folder: Path) -> Setup:
+def decided(setup: Setup, folder: Path, loader: PackLoader | None) -> Setup:
     """The setup with what each layer keeps: what magi.keep says, else the fastest mix that fits. Logs it.
 
     A collective of all ranks: they take the least memory that any of them has.
 
     Args:
         folder: job.dump_folder, where ``note_beyond`` has noted what an earlier run took.
+        loader: of the packs that are trained; None: they are not known yet.
     """
     if not setup.gpu:
         keeping = setup.keeping or (Keeping(ALL),) * setup.model.num_layers
@@ -46,17 +51,26 @@ def decided(setup: Setup, folder: Path) -> Setup:
     most_ranks = max(Counter(hosts).values())
     capacity, host = min(capacities), int(HOST_SHARE * min(available) / most_ranks)
     gpu = next((gpu for name, gpu in GPUS.items() if name in properties.name), H100)
-    packs = (np.array([setup.seq_len]),)
+    packs = _packs(setup, loader)
     run = predict_run(setup, Place(replace(gpu, capacity=capacity), most_ranks, packs, host=host))
     keeping, of_host = run.setup.keepings, host_memory(run.setup) / GIB
     beside = f", {of_host:.1f} of {host / GIB:.1f} GiB of the host's" if of_host else ""
     again = run.time.parts.get("recomputation", 0.0) / run.time.total
     logger.info(
         f"Activation checkpointing: {in_words(keeping)}; {run.memory.total / GIB:.1f} of {capacity / GIB:.1f} GiB"
-        f"{beside}; recomputation {again:.0%} of a step with one document a pack "
+        f"{beside}; recomputation {again:.0%} of a step "
         f'(magi.keep = "{as_option(keeping)}" repeats this)'
     )
     return replace(setup, keeping=keeping)
+
+
+def _packs(setup: Setup, loader: PackLoader | None) -> tuple[Any, ...]:
+    """A run's first packs, the same on all ranks; those of the histogram where they are not known, which is logged."""
+    if loader is None:
+        logger.info(f"The data are not known yet: what layers keep is decided for documents of the {NO_DATA}")
+        return tuple(make_packs(NO_DATA, setup.seq_len, PACKS))
+    path, read = loader.dataset.records.paths, partial(first_packs, loader.dataset, PACKS)
+    return tuple(agreed(path, read, lambda packs: f"packs with checksum {zlib.crc32(b''.join(map(bytes, packs))):08x}"))
 
 
 def note_beyond(setup: Setup, folder: Path, measured: int | None) -> None:
