@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1, help="runs of each, of which a row has the median")
     parser.add_argument("--count", action="store_true", help="count tokens only")
     arguments = parser.parse_args()
-    found: dict[str, Any] = facts_of_run(arguments.commit) | {"rows": []}
+    found: dict[str, Any] = facts_of_run(arguments.commit) | {"num_gpus": arguments.gpus, "rows": []}
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.data:
             write(name, path := Path(folder, f"{name}.jsonl"))
