@@ -28,15 +28,15 @@
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 64;
-constexpr int kKeys = 128;                           // of a tile
+constexpr int kKeys = 128;  // of a tile
 constexpr int kTokens = kRows / PACK;
 #ifdef ONLY_VALUES
-constexpr bool kKeyGrads = false;                    // dK and dQ
+constexpr bool kKeyGrads = false;  // dK and dQ
 #else
 constexpr bool kKeyGrads = true;
 #endif
 #ifdef NO_VALUES
-constexpr bool kValueGrads = false;                  // dV
+constexpr bool kValueGrads = false;  // dV
 #else
 constexpr bool kValueGrads = true;
 #endif
@@ -54,27 +54,27 @@ constexpr u32 kKeyPanel = kKeys * 128, kRowPanel = kRows * 128;
 constexpr u32 kKeyBytes = kPanels * kKeyPanel, kRowBytes = kPanels * kRowPanel;
 constexpr u32 kValueBytes = kKeyGrads ? kValuePanels * kKeyPanel : 0, kDoutBytes = kValuePanels * kRowPanel;
 constexpr u32 kRowBytesCopied = kPanels * kTokens * PACK * 128, kDoutBytesCopied = kValuePanels * kTokens * PACK * 128;
-constexpr u32 kGradPanel = kRows * 128;               // [64 rows][32 fp32 columns]
+constexpr u32 kGradPanel = kRows * 128;  // [64 rows][32 fp32 columns]
 constexpr u32 kGradBytes = kGradColumns / 32 * kGradPanel;
 constexpr int kGradBuffers = kTight ? 1 : 2;
-constexpr int kScoreGradBuffers = kTight ? 1 : 2;     // one: its reader, the other warpgroup, says when it is done
+constexpr int kScoreGradBuffers = kTight ? 1 : 2;  // one: its reader, the other warpgroup, says when it is done
 struct Shared {
   alignas(1024) unsigned char k[kKeyBytes];
   alignas(1024) unsigned char v[kKeyGrads ? kValueBytes : 16];
   alignas(1024) unsigned char q[kStages][kRowBytes];
   alignas(1024) unsigned char dout[kStages][kDoutBytes];
-  alignas(1024) unsigned char ds[kScoreGradBuffers][kKeyGrads ? kKeys * 128 : 16];   // dS^T, [128 keys][64 rows]
+  alignas(1024) unsigned char ds[kScoreGradBuffers][kKeyGrads ? kKeys * 128 : 16];  // dS^T, [128 keys][64 rows]
   // pieces on their way out, per warpgroup
   alignas(1024) unsigned char grad[2][kGradBuffers][kStaged ? kGradBytes : 16];
-  float lse_log2[kStages][kRows];                     // + infinity where a row has no keys or does not exist
+  float lse_log2[kStages][kRows];  // + infinity where a row has no keys or does not exist
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
-  ushort2 place[kRows];                               // a row's token and head in the block
+  ushort2 place[kRows];  // a row's token and head in the block
   // {first key, KV head, flags, end key}; first key < 0: no more work
   int4 item;
   // {first token, first head, flags, rank among the additions to dQ, or its mark}
   int4 block[kStages];
-  int2 part;                                          // deterministic: {tile, parts of the tile before this one}
+  int2 part;  // deterministic: {tile, parts of the tile before this one}
   // for the warps that add: {first token, first head, kQueryGrad, rank or mark} of a piece of dQ,
   // {first key, head | tile << kLowBits, k*Grad, first column | parts before << kLowBits} of a piece of dK or dV;
   // first token < 0: no more work
@@ -84,16 +84,18 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "params.py asks for too little shared memory");
 
-enum NamedBarrier { kScoreGradReady = 1, kTurnOfGroup = 2, kScoreGradRead = 4 };   // the last two per warpgroup
+enum NamedBarrier { kScoreGradReady = 1, kTurnOfGroup = 2, kScoreGradRead = 4 };  // the last two per warpgroup
 
 constexpr int kNoKey = 0x7fffffff;
 
-constexpr int kLowBits = 10, kLow = (1 << kLowBits) - 1;   // of a word that holds two numbers
+constexpr int kLowBits = 10, kLow = (1 << kLowBits) - 1;  // of a word that holds two numbers
 enum Grad { kQueryGrad, kKeyGrad, kValueGrad };
 template <int VALUE>
-struct Tag { static constexpr int value = VALUE; };
-enum Mark { kBegun = 1, kWritten = 2 };   // bits: someone stores a piece of dQ; it is there, and others may add to it
-enum Store { kStorePacked, kStoreFloat, kAddFloat };   // input type; fp32; added to fp32, by parts of one tile
+struct Tag {
+  static constexpr int value = VALUE;
+};
+enum Mark { kBegun = 1, kWritten = 2 };  // bits: someone stores a piece of dQ; it is there, and others may add to it
+enum Store { kStorePacked, kStoreFloat, kAddFloat };  // input type; fp32; added to fp32, by parts of one tile
 
 struct BackwardParams {
   void *dk, *dv;         // rows of head_dim, strides below; input type or fp32
@@ -111,13 +113,13 @@ struct BackwardParams {
   Schedule schedule;     // heads = KV heads
   int num_packs;         // packs of PACK query heads that share a KV head
   int num_q, num_heads_q, head_dim, num_q_blocks;
-  int store;             // how dk and dv leave, see Store
-  long long dk_token_stride, dk_head_stride, dv_token_stride, dv_head_stride;   // elements
-  float softmax_scale, scale_log2;   // with a softcap, scale_log2 = softcap * log2(e)
+  int store;                                                                   // how dk and dv leave, see Store
+  long long dk_token_stride, dk_head_stride, dv_token_stride, dv_head_stride;  // elements
+  float softmax_scale, scale_log2;  // with a softcap, scale_log2 = softcap * log2(e)
   LateKeys late;
-  float* dq;             // wide: as map_dq has it, but for the order of columns, see add_query_grads
+  float* dq;  // wide: as map_dq has it, but for the order of columns, see add_query_grads
   int value_dim;
-  float cap_scale;       // softmax_scale / softcap
+  float cap_scale;  // softmax_scale / softcap
 };
 
 // Where the two words of a block's dQ, one for each half of its columns, begin in `semaphores` and `marks`.
@@ -164,10 +166,11 @@ DEVICE void pass_turn(int* turn) {
 DEVICE void add_float2(float* to, float x, float y) {
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
-template <int OFFSET>   // bytes; part of the instruction
+template <int OFFSET>  // bytes; part of the instruction
 DEVICE void add_float4(float* to, float x, float y, float z, float w) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0 + %5], {%1, %2, %3, %4};"
-               ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w), "n"(OFFSET) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0 + %5], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z),
+               "f"(w), "n"(OFFSET)
+               : "memory");
 }
 
 // Adds columns 16 FIRST to 16 END - 1 of an accumulator to two rows of dQ (null: none), which begin at this lane's
@@ -215,11 +218,11 @@ DEVICE void in_turn(int* turn, int wanted, int w, bool leader, ADD add) {
 
 // ---------------------------------------------------------------------------------------------- the kernel
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_dout,
-             const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
-             const __grid_constant__ TensorMap map_late_k, const __grid_constant__ TensorMap map_late_v,
-             const __grid_constant__ TensorMap map_dq, const __grid_constant__ TensorMap map_dk,
-             const __grid_constant__ TensorMap map_dv, const __grid_constant__ BackwardParams params) {
+    ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_dout,
+                 const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
+                 const __grid_constant__ TensorMap map_late_k, const __grid_constant__ TensorMap map_late_v,
+                 const __grid_constant__ TensorMap map_dq, const __grid_constant__ TensorMap map_dk,
+                 const __grid_constant__ TensorMap map_dv, const __grid_constant__ BackwardParams params) {
   // alone in shared memory, so it starts at a multiple of 1024
   extern __shared__ __align__(1024) unsigned char raw_smem[];
   Shared& smem = *(Shared*)raw_smem;
@@ -238,19 +241,19 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       mbarrier_init(dout_empty, kConsumers / 32 * kWarpArrivals);
     }
     for (int i = 0; i < kStages; i++) {
-      mbarrier_init(full + 8 * i, 1 + 32);            // the copy engine's bytes, and the row statistics of each lane
+      mbarrier_init(full + 8 * i, 1 + 32);  // the copy engine's bytes, and the row statistics of each lane
       mbarrier_init(empty + 8 * i, kConsumers / 32 * kWarpArrivals);
     }
     for (int i = 0; i < (kStaged ? 2 * kGradBuffers : 0); i++) {
-      mbarrier_init(grad_full + 8 * i, 4 * kWarpArrivals);   // the warps of a warpgroup
+      mbarrier_init(grad_full + 8 * i, 4 * kWarpArrivals);  // the warps of a warpgroup
       mbarrier_init(grad_empty + 8 * i, 1);
     }
     mbarrier_init_fence();
   }
   if (threadIdx.x < kRows) smem.place[threadIdx.x] = make_ushort2(threadIdx.x / PACK, threadIdx.x % PACK);
-  if (kTokens * PACK < kRows) {                       // rows the copy engine never writes must not hold NaN
+  if (kTokens * PACK < kRows) {  // rows the copy engine never writes must not hold NaN
     for (u32 i = threadIdx.x * 16; i < sizeof(smem.q) + sizeof(smem.dout); i += kThreads * 16)
-      *(uint4*)(raw_smem + q - smem_address(raw_smem) + i) = make_uint4(0, 0, 0, 0);   // dout follows q
+      *(uint4*)(raw_smem + q - smem_address(raw_smem) + i) = make_uint4(0, 0, 0, 0);  // dout follows q
     fence_proxy_async();
   }
   __syncthreads();
@@ -265,7 +268,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       Ring<kStages> ring;
       u32 kv_phase = 1;
       int index = __shfl_sync(~0u, lane == 0 ? first_item(params.counter) : 0, 0);
-      auto item_word = [&](int i) {                   // word `lane` of item i
+      auto item_word = [&](int i) {  // word `lane` of item i
         const int* words = (const int*)(params.items + 3 * params.schedule.list_index(i));
         return lane < 12 && i < params.schedule.num_items() ? __ldg(words + lane) : 0;
       };
@@ -305,14 +308,14 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
               segment = load_segment(i == 0 ? first_segment : params.segments + 2 * (item.first_segment + i - 1));
             for (int b = segment.end - 1; b >= segment.first; b--) {
               const bool is_full = b >= segment.full_first && b < segment.full_end;
-              const int left = pack + 1 == packs && i == 0 ? b - segment.first : 1 << 30;   // blocks after this one
+              const int left = pack + 1 == packs && i == 0 ? b - segment.first : 1 << 30;  // blocks after this one
               if (lane == 0 && (left == kTakenAt || (left < kTakenAt && b + 1 == segment.end)))
                 index = next_item(params.counter);
               const int rank = kDeterministic && kKeyGrads ? addition_rank(params, b, item.tile, segment.component) : 0;
               const int token = b * kTokens;
               int2 marks = make_int2(kWritten, kWritten);
               if (kMarks && params.marks) marks = load_marks(params.marks + words_of(params, token, head));
-              float lse[2], delta[2];                              // of rows lane and lane + 32
+              float lse[2], delta[2];  // of rows lane and lane + 32
               int2 band[2];
 #pragma unroll
               for (int r = 0; r < 2; r++) {
@@ -373,14 +376,14 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     } else if (kStaged && warp <= 2) {  // ------------------------------------------------ dQ warps, one per warpgroup
       const int w = warp - 1;
       Ring<kGradBuffers> ring;
-      int* landing = nullptr;   // deterministic: the turn to pass on when the last addition has landed
+      int* landing = nullptr;  // deterministic: the turn to pass on when the last addition has landed
       auto settle = [&]() {
         if (!landing) return;
         bulk_wait<0>();
         pass_turn(landing);
         landing = nullptr;
       };
-      for (bool is_read = true; lane == 0; ring.advance()) {   // the buffer before
+      for (bool is_read = true; lane == 0; ring.advance()) {  // the buffer before
         const u32 piece_full = grad_full + 8 * (w * kGradBuffers + ring.stage);
         if (kDeterministic && !mbarrier_is_over(piece_full, ring.phase)) settle();
         mbarrier_wait(piece_full, ring.phase);
@@ -400,12 +403,12 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         }
         int* turn = nullptr;
         if (kDeterministic) {
-          turn = of_queries ? params.semaphores + word
-                            : params.part_semaphores +
-                                  ((piece.y >> kLowBits) * params.schedule.num_heads + head) * 2 + w;
+          turn = of_queries
+                     ? params.semaphores + word
+                     : params.part_semaphores + ((piece.y >> kLowBits) * params.schedule.num_heads + head) * 2 + w;
           const int wanted = of_queries ? piece.w : piece.w >> kLowBits;
           if (load_acquire(turn) != wanted) {
-            settle();                                 // others may need it before this turn comes
+            settle();  // others may need it before this turn comes
             while (load_acquire(turn) != wanted) {}
           }
           asm volatile("fence.proxy.async;" ::: "memory");
@@ -415,8 +418,10 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           const TensorMap* map = of_queries ? &map_dq : piece.z == kKeyGrad ? &map_dk : &map_dv;
           // 192: half of the first two panels' columns, and of the last one's
           const int x = HEAD_DIM == 192 ? (p < 2 ? w * 64 + p * 32 : 128 + w * 32) : column + p * 32;
-          if (begins) tma_store_3d(map, grad + p * kGradPanel, x, head, piece.x);
-          else tma_reduce_add_3d(map, grad + p * kGradPanel, x, head, piece.x);
+          if (begins)
+            tma_store_3d(map, grad + p * kGradPanel, x, head, piece.x);
+          else
+            tma_reduce_add_3d(map, grad + p * kGradPanel, x, head, piece.x);
         }
         bulk_commit();
         if (kDeterministic) {
@@ -426,7 +431,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           }
           // a part's last piece
           landing = of_queries || (piece.z == kValueGrad && column == kGradColumns) ? turn : nullptr;
-          bulk_wait_read<0>();                        // the next turn may take long: gives the buffer back before
+          bulk_wait_read<0>();  // the next turn may take long: gives the buffer back before
           mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + ring.stage));
         } else {
           const bool until_read = begins || kGradBuffers == 1;
@@ -448,9 +453,9 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     registers_acquire<240>();
     const int w = warpgroup - 1;
     const bool leader = threadIdx.x % 128 == 0;
-    const int key_row = w * 64 + warp % 4 * 16 + lane / 4;        // this thread's keys: key_row and key_row + 8
-    const u32 k_rows = operand(k + w * kRowPanel), v_rows = operand(v + w * kRowPanel);        // this warpgroup's keys
-    const u32 k_columns = operand(k + (kPanels == 2 ? w * kKeyPanel : w * 64));   // its half of the columns
+    const int key_row = w * 64 + warp % 4 * 16 + lane / 4;  // this thread's keys: key_row and key_row + 8
+    const u32 k_rows = operand(k + w * kRowPanel), v_rows = operand(v + w * kRowPanel);  // this warpgroup's keys
+    const u32 k_columns = operand(k + (kPanels == 2 ? w * kKeyPanel : w * 64));          // its half of the columns
     const u32 wide_columns = operand(k + w * kKeyPanel * (HEAD_DIM == 256 ? 2 : 1), kKeyPanel);
     const u32 rest_columns = operand(k + 2 * kKeyPanel + w * 64);
     const u32 q_rows = operand(q, kRowPanel), dout_rows = operand(dout, kRowPanel);
@@ -461,7 +466,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     const u32 grad = smem_address(smem.grad[w][0]);
     const u32 dq_row = swizzled_row(grad, warp % 4 * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
     Ring<kStages> ring;
-    u32 ds_b = 0;                                                 // byte offset of the dS buffer of this block
+    u32 ds_b = 0;  // byte offset of the dS buffer of this block
     Ring<kGradBuffers> grad_ring;
     // Gives 64 rows of gradients, kGradColumns columns from x on, to the warp that adds them to global memory. Those of
     // dQ go as matrices of 4 columns: the even ones of each 8, then the odd ones.
@@ -473,17 +478,16 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       if constexpr (kGrad == kQueryGrad) {
 #pragma unroll
         for (int g = 0; g < kGradColumns / 8; g++)
-          store_matrices((dq_row ^ g % 4 * 32) + to + g / 4 * kGradPanel,
-                         __float_as_uint(x[4 * g]), __float_as_uint(x[4 * g + 1]),
-                         __float_as_uint(x[4 * g + 2]), __float_as_uint(x[4 * g + 3]));
+          store_matrices((dq_row ^ g % 4 * 32) + to + g / 4 * kGradPanel, __float_as_uint(x[4 * g]),
+                         __float_as_uint(x[4 * g + 1]), __float_as_uint(x[4 * g + 2]), __float_as_uint(x[4 * g + 3]));
       } else {
         const float scale = kGrad == kKeyGrad ? params.softmax_scale : 1;
         const u32 first_row = swizzled_row(grad, warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
 #pragma unroll
         for (int j = 0; j < kGradColumns / 2; j += 2) {
-          const int column = j / 4 * 8;                            // of this lane's group of four
-          store_smem((first_row ^ column % 32 * 4) + to + column / 32 * kGradPanel + j / 2 % 2 * 8 * 128,
-                     x[j] * scale, x[j + 1] * scale);
+          const int column = j / 4 * 8;  // of this lane's group of four
+          store_smem((first_row ^ column % 32 * 4) + to + column / 32 * kGradPanel + j / 2 % 2 * 8 * 128, x[j] * scale,
+                     x[j + 1] * scale);
         }
       }
       if (leader) smem.grad_piece[w][grad_ring.stage] = make_int4(row, head, kGrad, rank_or_column);
@@ -503,32 +507,32 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       for (int j = 0; j < VALUE_DIM / 2; j++) dv_rmem[j] = 0;
 
       // The parts of a block's work. Each product is a group of its own.
-      auto scores = [&](float (&s_rmem)[32], u32 q_s) {               // S^T
+      auto scores = [&](float(&s_rmem)[32], u32 q_s) {  // S^T
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++)
           wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32),
                          moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
         wgmma_commit();
       };
-      auto value_scores = [&](float (&dp_rmem)[32], u32 dout_s) {        // dP^T
+      auto value_scores = [&](float(&dp_rmem)[32], u32 dout_s) {  // dP^T
 #pragma unroll
         for (int i = 0; i < VALUE_DIM / 16; i++)
           wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32),
                          moved(dout_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
         wgmma_commit();
       };
-      auto value_grads = [&](const u32 (&p_rmem)[16], u32 dout_s) {
+      auto value_grads = [&](const u32(&p_rmem)[16], u32 dout_s) {
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++) wgmma_rs(dv_rmem, p_rmem + 4 * i, moved(dout_s, i * 2048), 1);
         wgmma_commit();
       };
-      auto mask_scores = [&](float (&s_rmem)[32], int s) {
-        const int end_key = smem.item.w;                            // what lies beyond the tile is in no band
+      auto mask_scores = [&](float(&s_rmem)[32], int s) {
+        const int end_key = smem.item.w;  // what lies beyond the tile is in no band
         const int key0 = first_key + key_row < end_key ? first_key + key_row : kNoKey;
         const int key1 = first_key + key_row + 8 < end_key ? first_key + key_row + 8 : kNoKey;
 #pragma unroll
         for (int g = 0; g < 8; g++) {
-          const int4 bands = *(const int4*)&smem.band[s][g * 8 + lane % 4 * 2];   // of two neighbouring rows
+          const int4 bands = *(const int4*)&smem.band[s][g * 8 + lane % 4 * 2];  // of two neighbouring rows
           if (key0 < bands.x || key0 >= bands.y) s_rmem[4 * g] = kMasked;
           if (key0 < bands.z || key0 >= bands.w) s_rmem[4 * g + 1] = kMasked;
           if (key1 < bands.x || key1 >= bands.y) s_rmem[4 * g + 2] = kMasked;
@@ -536,7 +540,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         }
       };
       // Scores to P; with a softcap P is packed here, as it is then needed with and without the cap's slope.
-      auto probabilities = [&](float (&s_rmem)[32], u32 (&p_rmem)[16], int s) {
+      auto probabilities = [&](float(&s_rmem)[32], u32(&p_rmem)[16], int s) {
 #pragma unroll
         for (int g = 0; g < 8; g++) {
           const float2 lse = *(const float2*)&smem.lse_log2[s][g * 8 + lane % 4 * 2];
@@ -556,15 +560,15 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           }
         }
       };
-      auto store_score_grads = [&](const u32 (&ds_rmem)[16]) {
+      auto store_score_grads = [&](const u32(&ds_rmem)[16]) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          store_matrices((ds_row ^ i * 32) + ds_b,
-                         ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2], ds_rmem[4 * i + 3]);
+          store_matrices((ds_row ^ i * 32) + ds_b, ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2],
+                         ds_rmem[4 * i + 3]);
         fence_proxy_async();
-        named_sync(kScoreGradReady, kConsumers);   // dS of both warpgroups; the other buffer is free again
+        named_sync(kScoreGradReady, kConsumers);  // dS of both warpgroups; the other buffer is free again
       };
-      int last_stage = -1;                                        // ONLY_VALUES: of the block before
+      int last_stage = -1;  // ONLY_VALUES: of the block before
       // Wide: half of the columns of dQ, those of 192 as one panel and half of the third.
       constexpr int kColumns = HEAD_DIM == 256 ? 128 : 64;
       float dq_rmem[kColumns / 2], rest_rmem[16];
@@ -576,19 +580,19 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         for (int r = 0; r < 2; r++) {
           const int row = warp % 4 * 16 + lane / 4 + 8 * r, token = block.x + row / PACK;
           const bool valid = row < kTokens * PACK && token < params.num_q;
-          rows[r] = valid ? params.dq + ((u64)token * params.num_heads_q + block.y + row % PACK) * params.head_dim +
-                                first
-                          : nullptr;
+          rows[r] = valid
+                        ? params.dq + ((u64)token * params.num_heads_q + block.y + row % PACK) * params.head_dim + first
+                        : nullptr;
         }
         int* turn = params.semaphores + words_of(params, block.x, block.y) + w;
         in_turn(turn, block.w, w, leader, [&]() {
-          constexpr int kSoon = HEAD_DIM == 256 ? 2 : 4;            // later costs 256 up to 2%; earlier costs 192 2%
+          constexpr int kSoon = HEAD_DIM == 256 ? 2 : 4;  // later costs 256 up to 2%; earlier costs 192 2%
           add_query_grads<0, kSoon>(dq_rmem, rows[0], rows[1], columns);
-          wgmma_wait<0>();                                        // dK
+          wgmma_wait<0>();  // dK
           mbarrier_arrive_warp(q_empty);
           add_query_grads<kSoon, kColumns / 16>(dq_rmem, rows[0], rows[1], columns);
           if constexpr (HEAD_DIM == 192) {
-            const int more = 128 - w * 32;                        // from w * 64 to 128 + w * 32
+            const int more = 128 - w * 32;  // from w * 64 to 128 + w * 32
             add_query_grads<0, 2>(rest_rmem, rows[0] ? rows[0] + more : nullptr, rows[1] ? rows[1] + more : nullptr,
                                   columns - more);
           }
@@ -615,20 +619,20 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         wgmma_fence();
         value_scores(dp_rmem, dout_s);
         value_grads(p_rmem, dout_s);
-        wgmma_wait<1>();                                        // dP
+        wgmma_wait<1>();  // dP
 #pragma unroll
         for (int g = 0; g < 8; g++) {
           const float2 delta = *(const float2*)&smem.delta[s][g * 8 + lane % 4 * 2];
 #pragma unroll
           for (int r = 0; r < 2; r++) {
             const float2 p = unpack2(ds_rmem[2 * g + r]);
-            ds_rmem[2 * g + r] = pack2(p.x * (dp_rmem[4 * g + 2 * r] - delta.x),
-                                       p.y * (dp_rmem[4 * g + 2 * r + 1] - delta.y));
+            ds_rmem[2 * g + r] =
+                pack2(p.x * (dp_rmem[4 * g + 2 * r] - delta.x), p.y * (dp_rmem[4 * g + 2 * r + 1] - delta.y));
           }
         }
-        named_sync(kScoreGradRead + w, kConsumers);             // by the other warpgroup, for dQ of the block before
+        named_sync(kScoreGradRead + w, kConsumers);  // by the other warpgroup, for dQ of the block before
         store_score_grads(ds_rmem);
-        wgmma_wait<0>();                                        // dV
+        wgmma_wait<0>();  // dV
         float dq_rmem[kGradColumns / 2];
         wgmma_fence();
 #pragma unroll
@@ -640,13 +644,13 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
                          i > 0);
         wgmma_commit();
 #pragma unroll
-        for (int i = 0; i < kRows / 16; i++)                    // dS from shared memory: registers are full
+        for (int i = 0; i < kRows / 16; i++)  // dS from shared memory: registers are full
           wgmma_ss<0, 1>(dk_rmem, moved(ds_operand, w * kRowPanel + i * 32), moved(q_s, i * 2048), 1);
         wgmma_commit();
-        wgmma_wait<1>();                                        // dQ
+        wgmma_wait<1>();  // dQ
         named_arrive(kScoreGradRead + 1 - w, kConsumers);
         hand_over(Tag<kQueryGrad>(), dq_rmem, block.x, block.y, block.w);
-        wgmma_wait<0>();                                        // dK
+        wgmma_wait<0>();  // dK
         mbarrier_arrive_warp(empty + 8 * s);
         ring.advance();
       }
@@ -663,16 +667,16 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         if (kKeyGrads) {
           if (kEarlyDout) mbarrier_wait(dout_full, ring.phase);
           value_scores(dp_rmem, dout_s);
-          wgmma_wait<1>();                                        // S
+          wgmma_wait<1>();  // S
         } else {
-          wgmma_wait<0>();                                        // S, and dV of the block before
+          wgmma_wait<0>();  // S, and dV of the block before
           if (last_stage >= 0) mbarrier_arrive_warp(empty + 8 * last_stage);
         }
         if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
         if (!(flags & kFullBlock)) mask_scores(s_rmem, s);
         probabilities(s_rmem, p_rmem, s);
 
-        if (kKeyGrads) wgmma_wait<0>();                           // dP
+        if (kKeyGrads) wgmma_wait<0>();  // dP
         if (kEarlyDout) mbarrier_arrive_warp(dout_empty);
 #pragma unroll
         for (int g = 0; g < (kKeyGrads ? 8 : 0); g++) {
@@ -711,39 +715,37 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           }
           wgmma_commit();
 #pragma unroll
-          for (int i = 0; i < kRows / 16; i++)
-            wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
+          for (int i = 0; i < kRows / 16; i++) wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
           wgmma_commit();
           ds_b ^= (u32)sizeof(smem.ds[0]);
-          wgmma_wait<1>();                                        // dQ
+          wgmma_wait<1>();  // dQ
           add_query_rows(block, empty + 8 * s);
           ring.advance();
           continue;
         }
 
         if constexpr (!kWide) {
-        float dq_rmem[kGradColumns / 2];
-        wgmma_fence();
+          float dq_rmem[kGradColumns / 2];
+          wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kKeys / 16; i++)
-          wgmma_ss<1, 1>(dq_rmem, moved(ds_operand, ds_b + i * 2048), moved(k_columns, i * 2048), i > 0);
-        wgmma_commit();
+          for (int i = 0; i < kKeys / 16; i++)
+            wgmma_ss<1, 1>(dq_rmem, moved(ds_operand, ds_b + i * 2048), moved(k_columns, i * 2048), i > 0);
+          wgmma_commit();
 #pragma unroll
-        for (int i = 0; i < kRows / 16; i++)
-          wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
-        wgmma_commit();
-        ds_b ^= (u32)sizeof(smem.ds[0]);
+          for (int i = 0; i < kRows / 16; i++) wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
+          wgmma_commit();
+          ds_b ^= (u32)sizeof(smem.ds[0]);
 
-        wgmma_wait<1>();                                          // dV and dQ
-        hand_over(Tag<kQueryGrad>(), dq_rmem, block.x, block.y, block.w);
+          wgmma_wait<1>();  // dV and dQ
+          hand_over(Tag<kQueryGrad>(), dq_rmem, block.x, block.y, block.w);
 
-        wgmma_wait<0>();                                          // dK
-        mbarrier_arrive_warp(empty + 8 * s);
-        ring.advance();
+          wgmma_wait<0>();  // dK
+          mbarrier_arrive_warp(empty + 8 * s);
+          ring.advance();
         }
       }
       if (!kKeyGrads && last_stage >= 0) {
-        wgmma_wait<0>();                                          // dV
+        wgmma_wait<0>();  // dV
         mbarrier_arrive_warp(empty + 8 * last_stage);
       }
 
@@ -751,7 +753,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       const int kv_head = smem.item.y, end_key = smem.item.w;
       const int2 part = kDeterministic ? smem.part : make_int2(0, 0);
       mbarrier_arrive_warp(kv_empty);
-      if (!kWide && params.store == kAddFloat) {                   // rows beyond end_key are 0
+      if (!kWide && params.store == kAddFloat) {  // rows beyond end_key are 0
         const int head = kv_head | part.x << kLowBits, parts = part.y << kLowBits;
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -775,8 +777,10 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           return;
         }
         float *row_low = valid0 ? (float*)base + low : nullptr, *row_high = valid1 ? (float*)base + high : nullptr;
-        if (kWide && params.store == kAddFloat) add_rows_float<N>(acc, scale, row_low, row_high, dim, lane);
-        else store_rows_float<N>(acc, scale, row_low, row_high, dim, lane);
+        if (kWide && params.store == kAddFloat)
+          add_rows_float<N>(acc, scale, row_low, row_high, dim, lane);
+        else
+          store_rows_float<N>(acc, scale, row_low, row_high, dim, lane);
       };
       auto store_both = [&]() {
         if (kKeyGrads)
@@ -793,8 +797,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         store_both();
     }
     if (!kStaged) return;
-    if (kTight) named_sync(kScoreGradRead + w, kConsumers);       // no barrier ends with an arrival too many
-    const int buffer = w * kGradBuffers + grad_ring.stage;        // tells the warp that adds to stop
+    if (kTight) named_sync(kScoreGradRead + w, kConsumers);  // no barrier ends with an arrival too many
+    const int buffer = w * kGradBuffers + grad_ring.stage;   // tells the warp that adds to stop
     mbarrier_wait(grad_empty + 8 * buffer, grad_ring.phase ^ 1);
     if (leader) smem.grad_piece[w][grad_ring.stage] = make_int4(-1, 0, 0, 0);
     mbarrier_arrive_warp(grad_full + 8 * buffer);

@@ -37,15 +37,15 @@ constexpr bool kEarlier = true;
 constexpr bool kEarlier = false;
 #endif
 #if defined(EARLIER) && HEAD_DIM <= 128
-#define FETCHES_ROWS                                   // of the stages before, to shared memory
+#define FETCHES_ROWS  // of the stages before, to shared memory
 #endif
-constexpr int kTakenAt = 6;                            // blocks before its end that an item's CTA takes the next one
-constexpr int kRowsAt = 4;   // and that it begins to fetch rows of earlier stages, a panel with each block
-constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
+constexpr int kTakenAt = 6;     // blocks before its end that an item's CTA takes the next one
+constexpr int kRowsAt = 4;      // and that it begins to fetch rows of earlier stages, a panel with each block
+constexpr float kHeadroom = 8;  // probabilities reach 2^8: far inside the range of fp16
 constexpr int kStages = HEAD_DIM == 64 ? 4 : 2;
-constexpr int kBlockKeys = VALUE_DIM == 256 ? 80 : VALUE_DIM == 192 ? 112 : 128;   // as many as fit in shared memory
+constexpr int kBlockKeys = VALUE_DIM == 256 ? 80 : VALUE_DIM == 192 ? 112 : 128;  // as many as fit in shared memory
 #ifdef BOUNDED
-constexpr bool kBounded = true;                        // by a softcap: no exponent is above kGreatest
+constexpr bool kBounded = true;  // by a softcap: no exponent is above kGreatest
 #else
 constexpr bool kBounded = false;
 #endif
@@ -56,31 +56,31 @@ constexpr bool kSinks = false;
 #endif
 // queries to L2: short packs gain 2%, windows of 128, where sinks are used, lose 3%
 constexpr bool kPrefetches = !kSinks;
-constexpr float kMostOfSink = 100;   // 2^100 times the row's own sum hides it: greater shares are not needed
-constexpr float kGreatest = 80;   // so that 2^20 probabilities, times values, stay inside the range of fp32
-constexpr bool kHalves = kBlockKeys == 128;            // a block of few keys may be computed as one of 64
+constexpr float kMostOfSink = 100;           // 2^100 times the row's own sum hides it: greater shares are not needed
+constexpr float kGreatest = 80;              // so that 2^20 probabilities, times values, stay inside the range of fp32
+constexpr bool kHalves = kBlockKeys == 128;  // a block of few keys may be computed as one of 64
 
 // ---------------------------------------------------------------------------------------------- shared memory
-constexpr u32 kPanelBytes = 128 * 128;                 // 128 rows x 64 columns
-constexpr u32 kTileBytes = kPanels * kPanelBytes;      // Q tile
-constexpr u32 kKeyPanel = kBlockKeys * 128;            // a block of keys x 64 columns
-constexpr u32 kKeyBytes = kPanels * kKeyPanel, kValueBytes = kValuePanels * kKeyPanel;   // K block, V block
-constexpr u32 kQueryBytes = kPanels * kTokens * PACK * 128;   // what the copy engine writes of the Q tile
-constexpr int kFloatPanels = VALUE_DIM / 32;           // of rows in fp32: 32 columns
+constexpr u32 kPanelBytes = 128 * 128;                                                  // 128 rows x 64 columns
+constexpr u32 kTileBytes = kPanels * kPanelBytes;                                       // Q tile
+constexpr u32 kKeyPanel = kBlockKeys * 128;                                             // a block of keys x 64 columns
+constexpr u32 kKeyBytes = kPanels * kKeyPanel, kValueBytes = kValuePanels * kKeyPanel;  // K block, V block
+constexpr u32 kQueryBytes = kPanels * kTokens * PACK * 128;  // what the copy engine writes of the Q tile
+constexpr int kFloatPanels = VALUE_DIM / 32;                 // of rows in fp32: 32 columns
 constexpr int kOutPanels = kMore ? kFloatPanels : kValuePanels;
 constexpr int kRowPanels = kEarlier || kMore ? kFloatPanels : kValuePanels;
 constexpr u32 kRowsBytes = kWide ? 16 : kRowPanels * kPanelBytes;
-constexpr int kBandsCopied = kTokens + 2 & ~1;         // the copy engine moves 16 bytes at a time: bands of two rows
+constexpr int kBandsCopied = kTokens + 2 & ~1;  // the copy engine moves 16 bytes at a time: bands of two rows
 struct Shared {
   alignas(1024) unsigned char q[kTileBytes];
   alignas(1024) unsigned char k[kStages][kKeyBytes];
   alignas(1024) unsigned char v[kStages][kValueBytes];
-  alignas(1024) unsigned char rows[kRowsBytes];   // of earlier stages, then of out; wide ones do not pass through it
-  alignas(16) int2 bands[kBandsCopied];    // of the item's rows, in the layer of its first block; from an even row on
-  int4 item;                          // {first token, head group, flags, part}; first token < 0: no more work
-  int4 block[kStages];                // {first key, flags, first index of the layer's bands, where the segment ends}
-  int is_last_part;                   // of its tile
-  alignas(16) int4 next[3];           // the item after this one, as its list has it
+  alignas(1024) unsigned char rows[kRowsBytes];  // of earlier stages, then of out; wide ones do not pass through it
+  alignas(16) int2 bands[kBandsCopied];  // of the item's rows, in the layer of its first block; from an even row on
+  int4 item;                             // {first token, head group, flags, part}; first token < 0: no more work
+  int4 block[kStages];                   // {first key, flags, first index of the layer's bands, where the segment ends}
+  int is_last_part;                      // of its tile
+  alignas(16) int4 next[3];              // the item after this one, as its list has it
   u64 q_full, q_empty, next_full;
   // for the producer; consumers, with earlier rows; the warp that writes, with new ones
   u64 rows_empty, rows_ready, rows_done;
@@ -101,14 +101,14 @@ struct ForwardParams {
   Schedule schedule;     // heads = groups of PACK query heads
   int groups_per_kv;     // query head groups that share one KV head
   int num_q, num_heads_q;
-  int parts_per_tile;    // of a tile that is cut
-  float scale_log2;      // softmax_scale * log2(e); with a softcap, softcap * log2(e)
+  int parts_per_tile;  // of a tile that is cut
+  float scale_log2;    // softmax_scale * log2(e); with a softcap, softcap * log2(e)
   LateKeys late;
   void* out;             // wide: [num_q, num_heads_q, value_dim] contiguous, as map_out has it
   const float* earlier;  // wide: as map_earlier has it
   const float* sinks;    // [num_heads_q]
   int value_dim;
-  float cap_scale;       // softmax_scale / softcap
+  float cap_scale;  // softmax_scale / softcap
 };
 
 // ---------------------------------------------------------------------------------------------- consumer steps
@@ -132,7 +132,7 @@ DEVICE void weighted_values(float (&o_rmem)[VALUE_DIM / 2], const u32 (&p_rmem)[
 template <int N>
 DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (&band)[2], int lane) {
   const int column = first_key + lane % 4 * 2;
-  auto before = [&](int key) {   // one bit for each of the thread's columns: 0, 1, 8, 9, 16, ..
+  auto before = [&](int key) {  // one bit for each of the thread's columns: 0, 1, 8, 9, 16, ..
     const int columns = min(max(key - column, 0), 128), count = columns / 8 * 2 + min(columns % 8, 2);
     return count == 32 ? ~0u : (1u << count) - 1;
   };
@@ -150,7 +150,7 @@ DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (
 // the range is at stake. `has_unseen`: some row of the warp has no offset yet. Returns whether any row of the warp was
 // raised; then O must be scaled by `rescale`. A row does not depend on the others.
 template <int N>
-DEVICE float greatest(const float (&s_rmem)[N], int r) {     // of row r
+DEVICE float greatest(const float (&s_rmem)[N], int r) {  // of row r
   float top = kMasked;
 #pragma unroll
   for (int j = 2 * r; j < N; j += 4) top = fmaxf(top, fmaxf(s_rmem[j], s_rmem[j + 1]));
@@ -163,7 +163,7 @@ template <int N>
 DEVICE void exponentiate(float (&s_rmem)[N], const float (&offset)[2], float (&row_sum)[2], float scale_log2) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float minus = offset[r] == kMasked ? 0.f : offset[r];   // else rounding of the huge product could reach exp2
+    const float minus = offset[r] == kMasked ? 0.f : offset[r];  // else rounding of the huge product could reach exp2
     float sum = 0;
 #pragma unroll
     for (int j = 2 * r; j < N; j += 4) {
@@ -175,7 +175,7 @@ DEVICE void exponentiate(float (&s_rmem)[N], const float (&offset)[2], float (&r
   }
 }
 
-#if HEAD_DIM == 64   // the softmax, not the products, takes the time: nothing may wait for all exponents
+#if HEAD_DIM == 64  // the softmax, not the products, takes the time: nothing may wait for all exponents
 template <int N>
 DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2,
                     bool&) {
@@ -196,11 +196,11 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
   exponentiate(s_rmem, offset, row_sum, scale_log2);
   return raised;
 }
-#else   // fewest instructions, which is least power: exponents above kHeadroom are positive: their bits can be compared
+#else  // fewest instructions, which is least power: exponents above kHeadroom are positive: their bits can be compared
 template <int N>
 DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2,
                     bool& has_unseen) {
-  if (has_unseen) {                                         // O is zero in rows that have no offset
+  if (has_unseen) {  // O is zero in rows that have no offset
     bool unseen = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -214,11 +214,11 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
     }
     has_unseen = __any_sync(~0u, unseen);
   }
-  if constexpr (kBounded) {                                 // the offset stays
+  if constexpr (kBounded) {  // the offset stays
     exponentiate(s_rmem, offset, row_sum, scale_log2);
     return false;
   }
-  int top[2];                                               // bits of the greatest exponent, if that is positive
+  int top[2];  // bits of the greatest exponent, if that is positive
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float minus = offset[r] == kMasked ? 0.f : offset[r];
@@ -238,7 +238,7 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
     for (int r = 0; r < 2; r++) {
       top[r] = max(top[r], __shfl_xor_sync(~0u, top[r], 1));
       top[r] = max(top[r], __shfl_xor_sync(~0u, top[r], 2));
-      const float rise = top[r] > limit ? __int_as_float(top[r]) : 0.f;   // rows without an offset do not rise
+      const float rise = top[r] > limit ? __int_as_float(top[r]) : 0.f;  // rows without an offset do not rise
       rescale[r] = exp2_fast(-rise);
       offset[r] += rise;
       row_sum[r] *= rescale[r];
@@ -314,7 +314,7 @@ DEVICE bool join_parts(float (&out)[VALUE_DIM / 2], float (&lse)[2], int part, i
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float scale = total[r] == 0 ? 0.f : 1.f / total[r];
-    lse[r] = top[r] + log2_fast(total[r]) * kLn2;             // -inf without any keys
+    lse[r] = top[r] + log2_fast(total[r]) * kLn2;  // -inf without any keys
 #pragma unroll
     for (int j = 2 * r; j < VALUE_DIM / 2; j += 4) out[j] *= scale, out[j + 1] *= scale;
   }
@@ -322,15 +322,15 @@ DEVICE bool join_parts(float (&out)[VALUE_DIM / 2], float (&lse)[2], int part, i
 }
 
 // ---------------------------------------------------------------------------------------------- the kernel
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-            const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_late_k,
-            const __grid_constant__ TensorMap map_late_v,
-            const __grid_constant__ TensorMap map_out,   // [num_q, num_heads_q, head_dim] input type, or fp32 with MORE
+extern "C" __global__ void __launch_bounds__(kThreads, 1) ffa_forward(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_late_k,
+    const __grid_constant__ TensorMap map_late_v,
+    const __grid_constant__ TensorMap map_out,  // [num_q, num_heads_q, head_dim] input type, or fp32 with MORE
 #ifdef EARLIER
-            const __grid_constant__ TensorMap map_earlier,   // fp32, out of the stages before
+    const __grid_constant__ TensorMap map_earlier,  // fp32, out of the stages before
 #endif
-            const __grid_constant__ ForwardParams params) {
+    const __grid_constant__ ForwardParams params) {
   // alone in shared memory, so it starts at a multiple of 1024
   extern __shared__ __align__(1024) unsigned char raw_smem[];
   Shared& smem = *(Shared*)raw_smem;
@@ -387,7 +387,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     auto load_next = [&]() {
       if (index >= params.schedule.num_items()) return;
       const u32 full = smem_address(&smem.next_full);
-      fence_proxy_async();                     // the item before has been read
+      fence_proxy_async();  // the item before has been read
       mbarrier_arrive_expect(full, sizeof(smem.next));
       bulk_load(smem_address(smem.next), params.items + 3 * params.schedule.list_index(index), sizeof(smem.next), full);
     };
@@ -420,12 +420,12 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       auto fetch_rows = [&](int panels) {
         const u32 ready = smem_address(&smem.rows_ready);
         if (fetched == 0) {
-          mbarrier_wait(smem_address(&smem.rows_empty), q_phase ^ 1);   // once per item, like the queries
+          mbarrier_wait(smem_address(&smem.rows_empty), q_phase ^ 1);  // once per item, like the queries
           mbarrier_arrive_expect(ready, kFloatPanels * kTokens * PACK * 128);
         }
         for (; fetched < panels; fetched++)
-          tma_load_3d(smem_address(smem.rows) + fetched * kPanelBytes, &map_earlier, ready, fetched * 32,
-                      group * PACK, token);
+          tma_load_3d(smem_address(smem.rows) + fetched * kPanelBytes, &map_earlier, ready, fetched * 32, group * PACK,
+                      token);
       };
 #endif
       // The next item is taken late, so that one which nobody has begun goes to a CTA that is done.
@@ -461,7 +461,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           for (int p = 0; p < kPanels; p++)
             tma_load_3d(k + s * kKeyBytes + p * kKeyPanel, late ? &map_late_k : &map_k, k_full + 8 * s, p * 64, kv_head,
                         row);
-          if (first) load_query();   // after keys, which need not wait until the item before is done with its queries
+          if (first) load_query();  // after keys, which need not wait until the item before is done with its queries
           mbarrier_wait(v_empty + 8 * s, ring.phase ^ 1);
           mbarrier_arrive_expect(v_full + 8 * s, kValueBytes);
           for (int p = 0; p < kValuePanels; p++)
@@ -486,7 +486,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
   } else {  // ----------------------------------------------------------------------------------- consumers
     registers_acquire<224>();
     const int lane = threadIdx.x % 32;
-    const int row0 = (warp - 4) * 16 + lane / 4;           // this thread's rows: row0 and row0 + 8
+    const int row0 = (warp - 4) * 16 + lane / 4;  // this thread's rows: row0 and row0 + 8
     const u32 q = operand(smem_address(smem.q) + (warpgroup - 1) * 64 * 128);
     const u32 k = operand(smem_address(smem.k)), v = operand(smem_address(smem.v), kKeyPanel);
     Ring<kStages> ring;
@@ -505,7 +505,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         valid[r] = row < kTokens * PACK && token[r] < params.num_q;
       }
 #ifdef EARLIER
-      float before[2];                                             // lse of the stages before
+      float before[2];  // lse of the stages before
 #pragma unroll
       for (int r = 0; r < 2; r++)
         before[r] = valid[r] ? params.lse[(u64)token[r] * params.num_heads_q + head[r]] : -kInfinity;
@@ -530,14 +530,14 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         for (int r = 0; r < 2; r++)
           if (valid[r]) sink[r] = __ldg(params.sinks + head[r]);
       };
-      auto finish_rows = [&]() {   // under the last product: sums of probabilities, with the sinks' shares
+      auto finish_rows = [&]() {  // under the last product: sums of probabilities, with the sinks' shares
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
           row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
           const float above = kSinks ? sink[r] * (1.f / kLn2) - offset[r] : 0.f;
           if (kSinks) row_sum[r] += exp2_fast(fminf(above, kMostOfSink));
-          const bool empty = offset[r] == kMasked;                 // then row_sum is nothing
+          const bool empty = offset[r] == kMasked;  // then row_sum is nothing
           scale[r] = empty ? 0.f : reciprocal_fast(row_sum[r]);
           lse[r] = empty || above > kMostOfSink ? sink[r] : (offset[r] + log2_fast(row_sum[r])) * kLn2;
         }
@@ -615,7 +615,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         wgmma_fence();
         weighted_values(o_rmem, p_rmem, moved(v, ring.stage * kValueBytes));
         wgmma_commit();
-        if (kWide) load_sinks();   // else there are registers to hold them since the first block
+        if (kWide) load_sinks();  // else there are registers to hold them since the first block
         finish_rows();
         wgmma_wait<0>();
         mbarrier_arrive_warp(v_empty + 8 * ring.stage);
@@ -623,24 +623,24 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       }
 
       // ------------------------------------------------------------------------------------- epilogue
-      u64 index[2];                                               // of (token, head)
+      u64 index[2];  // of (token, head)
 #pragma unroll
       for (int r = 0; r < 2; r++) index[r] = (u64)token[r] * params.num_heads_q + head[r];
-      if (!kWide) mbarrier_wait(smem_address(&smem.rows_ready), q_phase);      // once per item, like the queries
+      if (!kWide) mbarrier_wait(smem_address(&smem.rows_ready), q_phase);  // once per item, like the queries
 #pragma unroll
       for (int j = 0; j < VALUE_DIM / 2; j++) o_rmem[j] *= scale[j / 2 % 2];
-#if HEAD_DIM <= 128                                               // wider tiles are never cut
+#if HEAD_DIM <= 128  // wider tiles are never cut
       if (const int part = warp_uniform(item.w)) {
         const bool is_last = join_parts(o_rmem, lse, part, item.y, params, smem.is_last_part);
         valid[0] = valid[0] && is_last, valid[1] = valid[1] && is_last;
       }
 #endif
 #ifdef EARLIER
-      float keep[2];                                              // of earlier rows
+      float keep[2];  // of earlier rows
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const float top = fmaxf(before[r], lse[r]);
-        if (lse[r] == -kInfinity) {                               // nothing new
+        if (lse[r] == -kInfinity) {  // nothing new
           keep[r] = 1;
           lse[r] = before[r];
         } else {
@@ -677,7 +677,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         const u32 rows = swizzled_row(smem_address(smem.rows), row) ^ lane / 8 % 2 * 16;
 #ifdef EARLIER
 #pragma unroll
-        for (int i = 0; i < VALUE_DIM / 8; i++) {                     // 8 columns
+        for (int i = 0; i < VALUE_DIM / 8; i++) {  // 8 columns
           float old[4];
           load_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, old);
 #pragma unroll
@@ -688,12 +688,12 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         if (kMore) {
 #pragma unroll
           for (int i = 0; i < VALUE_DIM / 8; i++)
-            store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes,
-                           __float_as_uint(o_rmem[4 * i]), __float_as_uint(o_rmem[4 * i + 1]),
-                           __float_as_uint(o_rmem[4 * i + 2]), __float_as_uint(o_rmem[4 * i + 3]));
+            store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, __float_as_uint(o_rmem[4 * i]),
+                           __float_as_uint(o_rmem[4 * i + 1]), __float_as_uint(o_rmem[4 * i + 2]),
+                           __float_as_uint(o_rmem[4 * i + 3]));
         } else {
 #pragma unroll
-          for (int i = 0; i < VALUE_DIM / 16; i++)                    // 16 columns
+          for (int i = 0; i < VALUE_DIM / 16; i++)  // 16 columns
             store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, pack2(o_rmem[8 * i], o_rmem[8 * i + 1]),
                            pack2(o_rmem[8 * i + 4], o_rmem[8 * i + 5]), pack2(o_rmem[8 * i + 2], o_rmem[8 * i + 3]),
                            pack2(o_rmem[8 * i + 6], o_rmem[8 * i + 7]));

@@ -41,10 +41,10 @@ constexpr int kPanels = HEAD_DIM / 64;        // 64-column, 128-byte-row panels 
 constexpr int kValuePanels = VALUE_DIM / 64;  // and of a [rows][VALUE_DIM] one
 #ifdef SOFTCAP
 constexpr bool kSoftcap = true;
-constexpr float kMasked = -1e18f;             // its square is finite
+constexpr float kMasked = -1e18f;  // its square is finite
 #else
 constexpr bool kSoftcap = false;
-constexpr float kMasked = -1e30f;             // a masked score: finite, so that max and differences stay finite
+constexpr float kMasked = -1e30f;  // a masked score: finite, so that max and differences stay finite
 #endif
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -99,8 +99,10 @@ struct Schedule {
     return in.item / (in.num_tiles * in.heads_per_wave) * in.heads_per_wave + in.item % in.heads_per_wave;
   }
 
- private:
-  struct Section { int item, first_tile, num_tiles, heads_per_wave; };
+private:
+  struct Section {
+    int item, first_tile, num_tiles, heads_per_wave;
+  };
   DEVICE constexpr Section section(int item) const {
     const int waves = num_early * num_heads, tail = (num_early + num_tiles) * num_heads;
     if (item < waves) return {item, 0, num_early, heads_per_wave};
@@ -144,8 +146,8 @@ DEVICE void finish_items(int* counter) {
 DEVICE uint4 quad_transpose(u32 w0, u32 w1, u32 w2, u32 w3, int lane) {
   const bool odd = lane & 1, upper = lane & 2;
   const u32 a = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), b = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
-  const u32 x0 = odd ? a : w0, x1 = odd ? w1 : a;      // word (0 | 1) of this lane pair
-  const u32 y0 = odd ? b : w2, y1 = odd ? w3 : b;      // word (2 | 3)
+  const u32 x0 = odd ? a : w0, x1 = odd ? w1 : a;  // word (0 | 1) of this lane pair
+  const u32 y0 = odd ? b : w2, y1 = odd ? w3 : b;  // word (2 | 3)
   const u32 c = __shfl_xor_sync(~0u, upper ? x0 : y0, 2), d = __shfl_xor_sync(~0u, upper ? x1 : y1, 2);
   return upper ? make_uint4(c, d, y0, y1) : make_uint4(x0, x1, c, d);
 }

@@ -15,12 +15,12 @@ constexpr int kWarps = 8;
 
 constexpr int kMaxPlaces = 7;
 struct Places {
-  uint4* to[kMaxPlaces];                  // where row 0 would lie if it were of this place
-  int* flags[kMaxPlaces + 1];             // words of the GPUs, to be counted up when all rows are written
-  int* blocks_done;                       // zero, and zero afterwards; unused without flags
-  int ends[kMaxPlaces];                   // the row after the last of each place, ascending
+  uint4* to[kMaxPlaces];       // where row 0 would lie if it were of this place
+  int* flags[kMaxPlaces + 1];  // words of the GPUs, to be counted up when all rows are written
+  int* blocks_done;            // zero, and zero afterwards; unused without flags
+  int ends[kMaxPlaces];        // the row after the last of each place, ascending
   int num_flags;
-  int begin;                              // the row to begin with
+  int begin;  // the row to begin with
 };
 
 DEVICE uint4* place_of(const Places& places, int row) {
@@ -44,11 +44,11 @@ DEVICE void report(const Places& places, unsigned num_blocks) {
 
 // delta = rowsum(out * dOut) - dlse, and zeros on the way. One half-warp per row, 8 elements a lane.
 struct RowSums {
-  const uint4 *out, *dout;                // [num_rows, value_dim / 8] contiguous
-  float *delta, *zero, *more_zero;        // [num_rows], [num_zero], [num_more_zero]
-  const float* dlse;                      // [num_rows]; null: zeros
-  long long num_rows, num_zero, num_more_zero;   // what is to be zeroed: multiples of 8, may be 0
-  int value_dim;                          // a multiple of 8
+  const uint4 *out, *dout;                      // [num_rows, value_dim / 8] contiguous
+  float *delta, *zero, *more_zero;              // [num_rows], [num_zero], [num_more_zero]
+  const float* dlse;                            // [num_rows]; null: zeros
+  long long num_rows, num_zero, num_more_zero;  // what is to be zeroed: multiples of 8, may be 0
+  int value_dim;                                // a multiple of 8
 };
 
 // By blocks of 256 threads: 16 threads per row, one per 8 elements to zero, whichever is more.
@@ -96,9 +96,9 @@ DEVICE void sum_columns(int begin, int end, int num_heads, float* to, VALUE valu
 // The gradient of each head's sink: -sum over tokens of exp(sink - lse) * delta; 0 for a sink of -infinity, also where
 // lse is. Each block takes some tokens, the last one adds up.
 struct SinksParams {
-  const float *sinks, *lse, *delta;       // [num_heads], [num_tokens, num_heads] each
-  float *parts, *dsinks;                  // [blocks, num_heads], [num_heads]
-  int* blocks_done;                       // zero, and zero afterwards
+  const float *sinks, *lse, *delta;  // [num_heads], [num_tokens, num_heads] each
+  float *parts, *dsinks;             // [blocks, num_heads], [num_heads]
+  int* blocks_done;                  // zero, and zero afterwards
   int num_tokens, num_heads;
 };
 
@@ -127,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) sum_sinks(const __grid
 
 // bands[layer][row]: the keys that a row sees, of the slices of a mask. The rows are counted through all layers.
 struct BandsParams {
-  const int* slices;   // [num_slices, 5]: first row, end; first key, end; type. Ascending, no row in two
-  int2* bands;                            // [num_bands] = {lo, hi}
+  const int* slices;  // [num_slices, 5]: first row, end; first key, end; type. Ascending, no row in two
+  int2* bands;        // [num_bands] = {lo, hi}
   int num_slices, num_bands;
 };
 
@@ -137,15 +137,17 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) write_bands(const __gr
   wait_for_kernel_before();
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= params.num_bands) return;
-  int before = 0, end = params.num_slices;   // of all slices, how many begin at this row or before
+  int before = 0, end = params.num_slices;  // of all slices, how many begin at this row or before
   while (before < end) {
     const int middle = (before + end) / 2;
-    if (__ldg(params.slices + 5 * middle) <= row) before = middle + 1;
-    else end = middle;
+    if (__ldg(params.slices + 5 * middle) <= row)
+      before = middle + 1;
+    else
+      end = middle;
   }
   int2 band = make_int2(0, 0);
   if (const int* slice = params.slices + 5 * (before - 1); before > 0 && row < slice[1]) {
-    const int type = slice[4];               // bit 0: the end moves with the row; bit 1: the first key does
+    const int type = slice[4];  // bit 0: the end moves with the row; bit 1: the first key does
     band = make_int2(slice[2] + (type >> 1) * (row - slice[0]), slice[3] - (type & 1) * (slice[1] - 1 - row));
   }
   params.bands[row] = band;
@@ -153,12 +155,12 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) write_bands(const __gr
 
 // The packing moves units of 16 bytes. A warp handles one row of K and V, so its lanes touch consecutive units.
 struct GatherParams {
-  const uint4 *k, *v;                     // [T, heads, key_units], [T, heads, value_units], strides below
-  const int* rows;                        // [num_rows] local token numbers
-  Places places;                          // rows: [heads, key_units], then [heads, value_units], contiguous
-  long long k_token_stride, k_head_stride, v_token_stride, v_head_stride;   // units
-  int num_rows, num_heads, key_units, value_units;   // units of a head
-  unsigned num_blocks;                    // that pack; those after them sum rows up
+  const uint4 *k, *v;  // [T, heads, key_units], [T, heads, value_units], strides below
+  const int* rows;     // [num_rows] local token numbers
+  Places places;       // rows: [heads, key_units], then [heads, value_units], contiguous
+  long long k_token_stride, k_head_stride, v_token_stride, v_head_stride;  // units
+  int num_rows, num_heads, key_units, value_units;                         // units of a head
+  unsigned num_blocks;                                                     // that pack; those after them sum rows up
   RowSums sums;
 };
 
@@ -169,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __gr
   const int lane = threadIdx.x % 32, keys = params.num_heads * params.key_units,
             values = params.num_heads * params.value_units;
   for (int n = blockIdx.x * kWarps + threadIdx.x / 32; n < params.num_rows; n += params.num_blocks * kWarps) {
-    const int i = n + params.places.begin < params.num_rows ? n + params.places.begin
-                                                            : n + params.places.begin - params.num_rows;
+    const int i =
+        n + params.places.begin < params.num_rows ? n + params.places.begin : n + params.places.begin - params.num_rows;
     const long long token = __ldg(params.rows + i);
     uint4* out = place_of(params.places, i) + (long long)i * (keys + values);
     for (int u = lane; u < max(keys, values); u += 32) {
@@ -190,9 +192,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __gr
 // Gradients that came back. Those of one token are added in the order of their ranks, so that sums repeat bit for bit.
 // A unit is 8 elements.
 struct ReturnedRows {
-  const uint4* rows;                      // [S, units] of the wire's type; a row is K and V together
-  const int* offsets;                     // [num_tokens + 1] into order; the tokens after these have nothing
-  const int* order;                       // rows, by token and then by rank
+  const uint4* rows;   // [S, units] of the wire's type; a row is K and V together
+  const int* offsets;  // [num_tokens + 1] into order; the tokens after these have nothing
+  const int* order;    // rows, by token and then by rank
   unsigned num_tokens, units;
 };
 
@@ -217,7 +219,7 @@ DEVICE void add_returned(const ReturnedRows& returned, unsigned token, unsigned 
 
 struct AddParams {
   ReturnedRows returned;
-  float4* dkv;                            // [T, units, 2]
+  float4* dkv;  // [T, units, 2]
 };
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) add_rows(const __grid_constant__ AddParams params) {
@@ -241,18 +243,18 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) add_rows(const __grid_
 constexpr int kUnits = 4 * kWarps * 32;
 
 struct FinishParams {
-  Places places;                          // for [unsent_units] of 16 bytes, or 32 if the wire is wider
-  const float4* unsent;   // [unsent_units, 2]: [rows, units]; rounded ones follow the rows of dk_to and dv_to
-  int* started;                           // blocks: zero, and zero afterwards; null: nothing to write
+  Places places;         // for [unsent_units] of 16 bytes, or 32 if the wire is wider
+  const float4* unsent;  // [unsent_units, 2]: [rows, units]; rounded ones follow the rows of dk_to and dv_to
+  int* started;          // blocks: zero, and zero afterwards; null: nothing to write
   ReturnedRows returned;
-  const int* arrived;                     // they are there when it has reached `number`; null: they are
+  const int* arrived;  // they are there when it has reached `number`; null: they are
   int number;
-  const float4 *dkv, *dq;                 // [dkv_units, 2]: [T, units of K and V], and [dq_units, 2]
-  uint4 *dk_to, *dv_to, *dq_to;           // [T, key_units], [T, units - key_units], [dq_units]
+  const float4 *dkv, *dq;        // [dkv_units, 2]: [T, units of K and V], and [dq_units, 2]
+  uint4 *dk_to, *dv_to, *dq_to;  // [T, key_units], [T, units - key_units], [dq_units]
   unsigned unsent_units, dq_units, dkv_units;
-  float softmax_scale;                    // dq still lacks it, and has the even columns of each 8 before the odd ones
-  unsigned key_units;                     // of returned.units
-  unsigned num_own;                       // rows of the rank's own
+  float softmax_scale;  // dq still lacks it, and has the even columns of each 8 before the odd ones
+  unsigned key_units;   // of returned.units
+  unsigned num_own;     // rows of the rank's own
 };
 
 DEVICE uint4 rounded(float4 low, float4 high) {
@@ -310,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __g
     each(writers, params.dq_units, [&](unsigned i) {
       const float scale = params.softmax_scale;
 #ifdef WIDE
-      const float4* x = params.dq + i / 2 * 4ll;   // 16 columns: four of each lane, the first two of them below 8
+      const float4* x = params.dq + i / 2 * 4ll;  // 16 columns: four of each lane, the first two of them below 8
       auto two = [&](int lane) {
         return i % 2 ? make_float2(x[lane].z, x[lane].w) : make_float2(x[lane].x, x[lane].y);
       };

@@ -6,17 +6,17 @@
 //   USE_FP16   the input type is fp16 (default bf16)
 #include "sm90.cuh"
 
-constexpr int kThreads = 128, kRun = 64, kEight = 8;   // tokens of a run; channels of a thread
-constexpr int kWidth = 4, kBack = kWidth - 1;          // rows that a token takes in, and those before its own
+constexpr int kThreads = 128, kRun = 64, kEight = 8;  // tokens of a run; channels of a thread
+constexpr int kWidth = 4, kBack = kWidth - 1;         // rows that a token takes in, and those before its own
 
 struct ConvParams {
-  const uint4 *x, *history, *dout;        // [num_tokens, units], [history rows, units], [num_tokens, units]
-  uint4 *out, *dx;                        // [num_tokens, units]
-  const float* weight;                    // [kWidth, 8 units]: by distance, the token's own first
-  float *dweight, *dedges;                // [runs, kWidth, 8 units], [edges, 8 units]
-  const int* offset;                      // [num_tokens]: tokens of the same part before it; -1: of no document
-  const int* edge;                        // [num_tokens]: number among the tokens that take in history; else -1
-  const int* taken;                       // [edges, kWidth - 1]: by distance, history row; -1: none
+  const uint4 *x, *history, *dout;  // [num_tokens, units], [history rows, units], [num_tokens, units]
+  uint4 *out, *dx;                  // [num_tokens, units]
+  const float* weight;              // [kWidth, 8 units]: by distance, the token's own first
+  float *dweight, *dedges;          // [runs, kWidth, 8 units], [edges, 8 units]
+  const int* offset;                // [num_tokens]: tokens of the same part before it; -1: of no document
+  const int* edge;                  // [num_tokens]: number among the tokens that take in history; else -1
+  const int* taken;                 // [edges, kWidth - 1]: by distance, history row; -1: none
   int num_tokens, units;
 };
 
@@ -51,7 +51,7 @@ DEVICE Eight zeros() {
 struct Walk {
   const ConvParams& params;
   int unit;
-  Eight weight[kWidth], rows[kWidth];       // by distance: of the token now, and the local rows before it
+  Eight weight[kWidth], rows[kWidth];  // by distance: of the token now, and the local rows before it
 
   DEVICE Walk(const ConvParams& params, int unit, int begin) : params(params), unit(unit) {
 #pragma unroll
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) short_conv_grads(const __
   if (unit >= params.units) return;
   const int end = min(begin + kRun, params.num_tokens), last = min(end + kBack, params.num_tokens);
   Walk walk(params, unit, begin);
-  Eight dweight[kWidth], dx[kWidth];        // dx by distance from the token
+  Eight dweight[kWidth], dx[kWidth];  // dx by distance from the token
 #pragma unroll
   for (int d = 0; d < kWidth; d++) dweight[d] = dx[d] = zeros();
   for (int token = begin; token < end + kBack; token++) {

@@ -13,7 +13,9 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define kInfinity __int_as_float(0x7f800000)
 
-struct alignas(64) TensorMap { u64 opaque[16]; };   // the driver's CUtensorMap
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};  // the driver's CUtensorMap
 
 // Tells the compiler that a value is the same in all lanes, so that it and what follows from it can use uniform
 // registers.
@@ -40,9 +42,7 @@ DEVICE void mbarrier_init(u32 bar, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
 }
 DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void mbarrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
+DEVICE void mbarrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
 // kWarpArrivals arrivals for the whole warp, after all its lanes have come here. EVERY_LANE_ARRIVES is for race
 // checkers, which do not see that the lanes of a warp are ordered before the arrival of one of them.
 #ifdef EVERY_LANE_ARRIVES
@@ -63,12 +63,16 @@ DEVICE void mbarrier_wait(u32 bar, u32 parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(bar), "r"(parity) : "memory");
+      "@!done bra again; }" ::"r"(bar),
+      "r"(parity)
+      : "memory");
 }
 DEVICE bool mbarrier_is_over(u32 bar, u32 parity) {
   u32 done;
   asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
-               : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+               : "=r"(done)
+               : "r"(bar), "r"(parity)
+               : "memory");
   return done;
 }
 
@@ -78,7 +82,10 @@ struct Ring {
   int stage = 0;
   u32 phase = 0;
   DEVICE void advance() {
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
   }
 };
 
@@ -90,38 +97,52 @@ DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;
 DEVICE void tma_load_3d(u32 dst_smem, const TensorMap* map, u32 bar, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
-          "r"(dst_smem), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z) : "memory");
+          "r"(dst_smem),
+      "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
 // Bytes as they lie; both addresses and the number of bytes are multiples of 16.
 DEVICE void bulk_load(u32 dst_smem, const void* src, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-               "r"(dst_smem), "l"(src), "r"(bytes), "r"(bar) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst_smem),
+      "l"(src), "r"(bytes), "r"(bar)
+      : "memory");
 }
-DEVICE void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {   // to L2
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::
-               "l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+DEVICE void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {  // to L2
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
+               : "memory");
 }
 DEVICE void tma_store_3d(const TensorMap* map, u32 src_smem, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
-               "l"(map), "r"(src_smem), "r"(x), "r"(y), "r"(z) : "memory");
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(src_smem), "r"(x), "r"(y), "r"(z)
+               : "memory");
 }
 DEVICE void tma_reduce_add_3d(const TensorMap* map, u32 src_smem, int x, int y, int z) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-      "r"(src_smem), "r"(x), "r"(y), "r"(z) : "memory");
+      "r"(src_smem), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>
-DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 template <int PENDING>
-DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------------- registers
 template <int COUNT>
-DEVICE void registers_release() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+DEVICE void registers_release() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 template <int COUNT>
-DEVICE void registers_acquire() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+DEVICE void registers_acquire() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 
 // ---------------------------------------------------------------------------------------------- arithmetic
 DEVICE float exp2_fast(float x) {
@@ -156,7 +177,8 @@ DEVICE float log2_fast(float x) {
 DEVICE int max_bits(int a, float x, float y) {
   int r;
   asm("{ .reg .b32 p, q, s; mov.b32 p, %1; mov.b32 q, %2; max.s32 s, p, q; max.s32 %0, s, %3; }"
-      : "=r"(r) : "f"(x), "f"(y), "r"(a));
+      : "=r"(r)
+      : "f"(x), "f"(y), "r"(a));
   return r;
 }
 
@@ -186,14 +208,17 @@ DEVICE void store_smem(u32 address, float x, float y) {
 // Stores four 8 x 8 matrices of 16-bit elements from accumulator-shaped registers; lane l gives the address of
 // row l % 8 of matrix l / 8.
 DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::
-               "r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
 }
 
 // The reverse, of floats.
 DEVICE void load_matrices(u32 address, float (&x)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address)
+               : "memory");
 }
 
 // The 128-byte swizzle: 16-byte chunk c of 128-byte row r lies at chunk c ^ (r % 8). Tiles start at multiples of 1024.
@@ -213,7 +238,9 @@ DEVICE u64 descriptor(u32 operand) { return (u64)(1u << 30 | 1024 >> 4) << 32 | 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
-DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 
 // Accumulator register lists: the placeholders inside the instruction, and the matching operands.
 #define REGS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
@@ -240,15 +267,15 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 // D[64, N] (+)= A * B. `TRANS_A`, `TRANS_B` = 1 for an MN-major operand; `accumulate` = 0 overwrites D.
 // Element j of a thread's D is row lane / 4 + 8 * (j / 2 % 2) of its warp's 16, column
 // 8 * (j / 4) + 2 * (lane % 4) + j % 2.
-#define WGMMA_SS(N, REGS, ACC, A_DESC, B_DESC, SCALE)                                                              \
-  template <int TRANS_A, int TRANS_B>                                                                               \
-  DEVICE void wgmma_ss(float (&d)[N / 2], u32 a, u32 b, int accumulate) {                                           \
-    asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE ", 0;\n"                                             \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND                              \
-                 " {" REGS "}, " A_DESC ", " B_DESC                                                                 \
-                 ", keep, 1, 1, %" TRANS_POSITION(N, 3) ", %" TRANS_POSITION(N, 4) "; }"                            \
-                 : ACC                                                                                              \
-                 : "l"(descriptor(a)), "l"(descriptor(b)), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));            \
+#define WGMMA_SS(N, REGS, ACC, A_DESC, B_DESC, SCALE)                                                         \
+  template <int TRANS_A, int TRANS_B>                                                                         \
+  DEVICE void wgmma_ss(float(&d)[N / 2], u32 a, u32 b, int accumulate) {                                      \
+    asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE                                                \
+                 ", 0;\n"                                                                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND " {" REGS "}, " A_DESC \
+                 ", " B_DESC ", keep, 1, 1, %" TRANS_POSITION(N, 3) ", %" TRANS_POSITION(N, 4) "; }"          \
+                 : ACC                                                                                        \
+                 : "l"(descriptor(a)), "l"(descriptor(b)), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));      \
   }
 #define TRANS_POSITION(N, k) TRANS_POSITION_##N##_##k
 #define TRANS_POSITION_32_3 "19"
@@ -278,14 +305,14 @@ WGMMA_SS(256, REGS_128, ACC_128(d), "%128", "%129", "%130")
 
 // The same with A in registers: a[0..3] = the 16 columns of k-step i of an accumulator-shaped tile, packed in pairs
 // (elements 8i .. 8i + 7). B is MN-major.
-#define WGMMA_RS(N, REGS, ACC, A_REGS, B_DESC, SCALE)                                                              \
-  DEVICE void wgmma_rs(float (&d)[N / 2], const u32* a, u32 b, int accumulate) {                                    \
-    asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE ", 0;\n"                                             \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND                              \
-                 " {" REGS "}, {" A_REGS "}, " B_DESC                                                               \
-                 ", keep, 1, 1, 1; }"                                                                               \
-                 : ACC                                                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(b)), "r"(accumulate));                \
+#define WGMMA_RS(N, REGS, ACC, A_REGS, B_DESC, SCALE)                                                          \
+  DEVICE void wgmma_rs(float(&d)[N / 2], const u32* a, u32 b, int accumulate) {                                \
+    asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE                                                 \
+                 ", 0;\n"                                                                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND " {" REGS "}, {" A_REGS \
+                 "}, " B_DESC ", keep, 1, 1, 1; }"                                                             \
+                 : ACC                                                                                         \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(b)), "r"(accumulate));           \
   }
 WGMMA_RS(64, REGS_32, ACC_32(d, 0), "%32,%33,%34,%35", "%36", "%37")
 WGMMA_RS(128, REGS_64, ACC_64(d, 0), "%64,%65,%66,%67", "%68", "%69")
