@@ -23,7 +23,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from typing import Any
 import bench_linear
 import torch
 from bench_models import QWEN3_5, QWEN3_5_TEXT, ROOT, Case
-from bench_train import RECORD, documents, ideal_seconds, speed_table
+from bench_train import RECORD, documents, ended_well, ideal_seconds, speed_table
 from figures import RESULTS, Row, part, recording_parser, save, table
 
 import torchtitan_magi as magi
@@ -50,7 +49,6 @@ WAYS = {  # -> options
 }
 WARM_UP = 5  # steps before timing
 TIMEOUT = 420  # seconds per run, in which kernels may have to be compiled
-PATIENCE = 45  # seconds that torchrun has to end its ranks
 HEADS = QWEN3_5_TEXT["linear_num_key_heads"], QWEN3_5_TEXT["linear_num_value_heads"]
 
 
@@ -67,16 +65,7 @@ def run(way: str, arguments: Any) -> Row:
         command += [str(arguments.layers), steps := str(arguments.steps)]
         command += ["--job.config_file", f"{name}/bench.toml", "--training.steps", steps]
         command += ["--training.dataloader.num_workers", "1", *WAYS[way].split()]
-        with (folder / "log").open("w") as log:
-            environment = {"OMP_NUM_THREADS": "1", **os.environ}
-            job = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-            try:
-                failed = job.wait(TIMEOUT) != 0
-            except subprocess.TimeoutExpired:
-                failed = True
-                job.terminate()  # torchrun ends its ranks
-                job.wait(PATIENCE)
-        if failed:
+        if not ended_well(command, folder / "log", TIMEOUT):
             return {"error": (folder / "log").read_text()[-3000:]}
         ranks = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
     seconds = statistics.mean(ranks[0]["seconds"][WARM_UP:])  # packs differ in their work, so all of them count
@@ -182,14 +171,11 @@ def ideal_of_layers(plans: list[Any], layers: int) -> list[float]:
 
 def train_stock(folder: str, tokens: int, layers: int, steps: int) -> None:
     """Trains torchtitan's own model of text, with FSDP over all GPUs."""
-    import flash_qla
-    from torch.nn.attention.flex_attention import flex_attention
     from torchtitan.components import loss, metrics, optimizer
     from torchtitan.config.configs import CommConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
     from torchtitan.models import qwen3_5
-    from torchtitan.models.common.attention import FlexAttention
     from torchtitan.tools.logging import init_logger
     from torchtitan.trainer import Trainer
 
@@ -198,16 +184,8 @@ def train_stock(folder: str, tokens: int, layers: int, steps: int) -> None:
         return qwen3_5.parallelize_qwen3_5(model, **options)
 
     qwen3_5.Qwen35Model._prepare_multimodal_embeds = lambda self, tokens, **_: self.tok_embeddings(tokens)
-    searches = ("max_autotune", "coordinate_descent_tuning")
-    options = {name: value for name, value in FlexAttention.inductor_configs.items() if name not in searches}
-    FlexAttention._compiled_flex_attn = torch.compile(flex_attention, options=options)
-    by_flash_qla, calls = flash_qla.chunk_gated_delta_rule, []
-
-    def counted(*arguments, **options):  # type: ignore[no-untyped-def]
-        calls.append(1)
-        return by_flash_qla(*arguments, **options)
-
-    flash_qla.chunk_gated_delta_rule = counted
+    fit_to_torch()
+    calls = calls_of_flash_qla()
     init_logger()
     spec = qwen3_5.model_registry("9B")
     spec.model.layers = spec.model.layers[:layers]
@@ -231,6 +209,40 @@ def train_stock(folder: str, tokens: int, layers: int, steps: int) -> None:
     finally:
         trainer.close()
     assert calls, "fla has not called FlashQLA"
+
+
+def fit_to_torch() -> None:
+    """Lets torchtitan 0.3 train with torch 2.11, and without minutes of search for flex_attention's fastest kernel."""
+    from torch.nn.attention.flex_attention import flex_attention
+    from torchtitan.distributed import fsdp
+    from torchtitan.models.common import attention
+
+    flex, create_mask, shard = attention.FlexAttention, attention._compiled_create_block_mask, fsdp.fully_shard
+    searches = ("max_autotune", "coordinate_descent_tuning")
+    chosen = {name: value for name, value in flex.inductor_configs.items() if name not in searches}
+    flex._compiled_flex_attn = torch.compile(flex_attention, options=chosen)
+    # full blocks are kept by themselves, without being asked
+    attention._compiled_create_block_mask = lambda *x, separate_full_blocks, **options: create_mask(*x, **options)
+
+    def shard_each(modules, **options):  # type: ignore[no-untyped-def]
+        for module in modules if isinstance(modules, list) else [modules]:
+            shard(module, **options)
+
+    fsdp.fully_shard = shard_each  # gradients of a unit have one dtype: the head's are sums in float32, the norm's not
+
+
+def calls_of_flash_qla() -> list[None]:
+    """A list that grows with each call."""
+    import flash_qla
+
+    call, calls = flash_qla.chunk_gated_delta_rule, []
+
+    def counted(*arguments, **options):  # type: ignore[no-untyped-def]
+        calls.append(None)
+        return call(*arguments, **options)
+
+    flash_qla.chunk_gated_delta_rule = counted
+    return calls
 
 
 def cost_table(found: dict[str, Any]) -> str:
