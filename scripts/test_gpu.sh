@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Runs what needs Hopper GPUs: kernels under compute-sanitizer and against fp64, and the tests marked gpu.
 #
-# usage: ./scripts/test_gpu.sh [FOLDER]
+# usage: ./scripts/test_gpu.sh [FOLDER [PART ...]]
 #
-# example:
-#   ./scripts/test_gpu.sh outputs/test_gpu
+# examples:
+#   ./scripts/test_gpu.sh
+#   ./scripts/test_gpu.sh outputs/test_gpu fp64 tests-on-two
 #
 #   FOLDER        for the logs (default: outputs/test_gpu)
+#   PART          of memcheck-attention, memcheck-rows, racecheck-attention, racecheck-rows, fp64, tests, tests-on-two,
+#                 tests-on-more (default: all)
 #   -h, --help    this text
 #
 # All parts are spread over the GPUs of this machine, or over those that $CUDA_VISIBLE_DEVICES names. A line says how
@@ -16,18 +19,24 @@ set -euo pipefail
 needs="torch torchtitan pytest xdist hypothesis"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 logs=$(realpath -m "${1:-outputs/test_gpu}")
+wanted=" ${*:2} " all=" memcheck-attention memcheck-rows racecheck-attention racecheck-rows fp64 tests tests-on-two tests-on-more "
+for part in "${@:2}"; do
+    [[ $all == *" $part "* ]] || { echo "There is no part $part; the parts are:$all" >&2 && exit 1; }
+done
 mkdir -p "$logs"
 here=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-$(seq -s , 0 $((here - 1)))}"
 IFS=, read -r -a gpus <<<"$CUDA_VISIBLE_DEVICES"
 declare -A parts=() # by process
-failed=0
+failed=0 sanitized=0
 trap '((${#parts[@]} == 0)) || kill "${!parts[@]}" 2>/dev/null || true' EXIT
 
 start() { # name and command: beside what runs, with a log
     local name=$1
     shift
-    timeout --signal=INT --kill-after=30 "${PART_SECONDS:=3600}" "$@" >"$logs/$name.log" 2>&1 &
+    [[ $wanted == "  " || $wanted == *" $name "* ]] || return 0
+    # Processes in the background ignore SIGINT, upon which pytest tells what has failed so far.
+    env --default-signal=INT timeout --signal=INT --kill-after=30 "${PART_SECONDS:=3600}" "$@" >"$logs/$name.log" 2>&1 &
     parts[$!]=$name
 }
 
@@ -66,7 +75,7 @@ for tool in memcheck racecheck; do
     for name in attention rows; do
         work="benchmarks/check_kernel.py --only-ours --cases 5"
         [[ $name == attention ]] || work="-m pytest --quiet -m gpu tests/backends/test_rows_gpu.py"
-        gpu=${gpus[${#parts[@]} % ${#gpus[@]}]}
+        gpu=${gpus[$((sanitized++ % ${#gpus[@]}))]}
         start "$tool-$name" env CUDA_VISIBLE_DEVICES="$gpu" $sanitizer "$python" $work
     done
 done

@@ -21,7 +21,12 @@ with open(os.environ["STARTED"], "a") as file:
 print("the last line")
 for words, code in json.loads(os.environ["CODES"]).items():
     if words in arguments:
-        time.sleep(60) if code == "never" else sys.exit(code)
+        if code != "never":
+            sys.exit(code)
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("what had failed until then")
 """
 STAND_INS = {
     "nvidia-smi": '(($GPUS)) && for ((i = 0; i < $GPUS; i++)); do echo "GPU $i: NVIDIA H100"; done',
@@ -34,19 +39,19 @@ STAND_INS = {
 def check(tmp_path):
     """Runs the script where there are so many GPUs: its lines by part, its exit code, and what it started.
 
-    codes: words of a command -> its exit code, or "never" for one that does not end.
+    codes: words of a command -> its exit code, or "never" for one that ends by SIGINT only.
     """
     (tmp_path / "python.py").write_text(PYTHON)
     for name, text in (STAND_INS | {"python3": f'exec {sys.executable} {tmp_path}/python.py "$@"'}).items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    def run(gpus, codes=None, **variables):
+    def run(gpus, codes=None, parts=(), **variables):
         (tmp_path / "started").write_text("")
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         environment |= {"PATH": f"{tmp_path}:{environment['PATH']}", "STARTED": f"{tmp_path}/started"}
         environment |= {"CODES": json.dumps(codes or {}), "GPUS": str(gpus), "TITAN": "0.3"} | variables
-        script = [ROOT / "scripts" / "test_gpu.sh", tmp_path / "logs"]
+        script = [ROOT / "scripts" / "test_gpu.sh", tmp_path / "logs", *parts]
         ended = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=120, check=False)
         lines = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
         return lines, ended.returncode, [json.loads(line) for line in (tmp_path / "started").read_text().splitlines()]
@@ -81,9 +86,17 @@ def test_what_fails_or_does_not_end_fails_the_whole(check):
     lines, code, started = check(2, codes, PART_SECONDS="5")
     assert code == 1
     assert lines.pop("fp64") == "FAILED with exit code 3; the last line"
-    assert lines.pop("tests-on-two") == "FAILED, stopped after 5 s; the last line"
+    assert lines.pop("tests-on-two") == "FAILED, stopped after 5 s; what had failed until then"
     assert lines == dict.fromkeys(PARTS - {"fp64", "tests-on-two"}, "passed; the last line")
     assert len(started) == len(PARTS)
+
+
+def test_the_parts_that_are_named_run(check):
+    lines, code, started = check(4, parts=["tests-on-two", "memcheck-rows"])
+    assert lines == dict.fromkeys(["tests-on-two", "memcheck-rows"], "passed; the last line")
+    assert (code, len(started)) == (0, 2)
+    lines, code, started = check(4, parts=["fp64", "test"])
+    assert (lines, code, started) == ({}, 1, [])
 
 
 def test_the_gpus_that_are_named_are_taken(check):
