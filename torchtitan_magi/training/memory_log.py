@@ -112,15 +112,15 @@ class MeasuredMemory:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Says of a step that runs out of the GPU's memory what layers were to keep, and that the next run keeps less.
+        """Says of what runs out of the GPU's memory what layers were to keep, and that the next run keeps less.
 
         Raises:
             RuntimeError: it has run out.
         """
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            if self.setup.checkpointing != AUTO:
+        except RuntimeError as error:  # of PyTorch's allocator, or the driver's and NCCL's beside it
+            if self.setup.checkpointing != AUTO or "out of memory" not in str(error):
                 raise
             self._note(None)
             raise RuntimeError(

@@ -110,8 +110,8 @@ def test_without_a_gpu_layers_keep_all(tmp_path, log):
     assert said(log) == "Activation checkpointing: layers 0-31 keep all"
 
 
-def out_of_memory(mode, folder):
-    """The error of a step that runs out of memory, and what is noted."""
+def out_of_memory(mode, folder, raised):
+    """The error of a step in which another one is raised, and what is noted."""
     from unittest import mock
 
     from torchtitan_magi.training.memory_log import MeasuredMemory
@@ -122,7 +122,7 @@ def out_of_memory(mode, folder):
     with mock.patch.multiple(torch.cuda, **gpu):
         try:
             with MeasuredMemory(setup, predict(setup), "cpu", folder).noting():
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+                raise raised
         except RuntimeError as error:
             return (
                 type(error).__name__,
@@ -132,13 +132,22 @@ def out_of_memory(mode, folder):
 
 
 def test_a_run_that_is_out_of_memory_says_what_layers_kept(tmp_path):
-    kind, text, noted = call(out_of_memory, "auto", tmp_path)
+    raised = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    kind, text, noted = call(out_of_memory, "auto", tmp_path, raised)
     assert kind == "RuntimeError"
     assert text.startswith("out of memory with layers 0-31 keep all, predicted to take ")
     assert "(CUDA out of memory. Tried to allocate 2 GiB); start again: the next decision leaves more free" in text
     assert list(noted.values()) == [int(0.05 * 80 * GIB)]
-    kind, text, noted = call(out_of_memory, "full", tmp_path / "other")
+    kind, text, noted = call(out_of_memory, "full", tmp_path / "other", raised)
     assert (kind, text, noted) == ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", [])
+
+
+def test_memory_beside_pytorchs_counts_and_other_errors_do_not(tmp_path):
+    beside = torch.distributed.DistBackendError("NCCL error: unhandled cuda error 2 'out of memory'")
+    kind, text, noted = call(out_of_memory, "auto", tmp_path, beside)
+    assert (kind, len(noted)) == ("RuntimeError", 1)
+    assert "(NCCL error: unhandled cuda error 2 'out of memory'); start again" in text
+    assert call(out_of_memory, "auto", tmp_path / "other", RuntimeError("lost"))[:2] == ("RuntimeError", "lost")
 
 
 # ---------------------------------------------------------------------------------------------------------------- data

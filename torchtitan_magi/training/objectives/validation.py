@@ -48,7 +48,7 @@ def validate(
             metrics_processor.ntokens_since_last_log += labels.numel()
             num_items += objective.count_items(inputs[MICROBATCH])
         group = [on_device(batch, device) for batch in group]
-        with context(), expert_counts_kept(models):
+        with metrics_processor.memory.noting(), context(), expert_counts_kept(models):
             if pipeline is None:
                 losses = [objective.loss(inputs, labels, process) for inputs, labels in group]
             else:
