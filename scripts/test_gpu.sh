@@ -35,8 +35,7 @@ start() { # name and command: beside what runs, with a log
     local name=$1
     shift
     [[ $wanted == "  " || $wanted == *" $name "* ]] || return 0
-    # Processes in the background ignore SIGINT, upon which pytest tells what has failed so far.
-    env --default-signal=INT timeout --signal=INT --kill-after=30 "${PART_SECONDS:=3600}" "$@" >"$logs/$name.log" 2>&1 &
+    timeout --signal=INT --kill-after=30 "${PART_SECONDS:=3600}" "$@" >"$logs/$name.log" 2>&1 &
     parts[$!]=$name
 }
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from support.degrees import degree_arguments, num_processes
 from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, SEQ_LEN, document, pairs_file, records
 from support.hf_models import KINDS, TEXT_PARTS, hf_arguments, load_hf, make_hf_folder
+from support.marks import marked_long
 from support.runs import corpus, new_folder, train
 from transformers import AutoTokenizer
 
@@ -103,7 +104,7 @@ def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
     assert sorted(found.get("target_parameters", [])) == sorted(parameters)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "muse_glimmer", "qwen3_5"])
+@pytest.mark.parametrize("kind", marked_long(["gpt_oss", "deepseek_v3", "muse_glimmer", "qwen3_5"], ["muse_glimmer"]))
 def test_adapters_train_alike_under_tensor_parallelism(kind):
     """Also where layers see this rank's tensors alone, or have no rows and columns to be split."""
     alike = [trained(kind, degrees)[0] for degrees in (CP, TP)]
@@ -119,8 +120,18 @@ def test_adapters_of_experts_are_those_of_peft(kind):
     assert found["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("degrees", [TP, {"cp": 1, "dp": 2, "ep": 2}])
+EP = {"cp": 1, "dp": 2, "ep": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [
+        ("qwen3_moe", EP),
+        ("gpt_oss", TP),
+        pytest.param("qwen3_moe", TP, marks=pytest.mark.long),
+        pytest.param("gpt_oss", EP, marks=pytest.mark.long),
+    ],
+)
 def test_adapters_of_experts_train_alike_under_every_layout(kind, degrees):
     alike = [trained(kind, chosen, "--magi.lora.target_modules", "experts", "wo")[0] for chosen in (CP, degrees)]
     assert alike[1].losses == pytest.approx(alike[0].losses, rel=1e-5)

@@ -12,6 +12,7 @@ from support.degrees import degree_arguments, num_processes
 from support.errors import run_ends
 from support.hf_loop import EPS, answers_file, pairs_file
 from support.hf_models import hf_arguments, make_hf_folder
+from support.marks import marked_long
 from support.runs import TrainingError, corpus, new_folder, train, watch
 from support.trees import trees_file
 
@@ -118,14 +119,21 @@ def test_the_batches_of_a_pass_are_planned_ahead():
     check(run({"pp": 2}, *with_validation(), setup=expect_batches_of_a_pass), alone())
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "muse_glimmer", "qwen3_5", "qwen3_5_moe"])
+EXPERTS_OR_MASKS = ["gpt_oss", "deepseek_v3", "muse_glimmer", "qwen3_5", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize("kind", marked_long(EXPERTS_OR_MASKS, ("deepseek_v3", "muse_glimmer", "qwen3_5_moe")))
 def test_models_with_experts_and_several_masks_train_alike(kind):
     check(run({"pp": 2, "cp": 2}, *with_validation(), kind=kind), alone(kind))
 
 
 @pytest.mark.parametrize(
     ("kind", "degrees"),
-    [("qwen3_moe", {"tp": 2}), ("gpt_oss", {"tp": 2, "pp": 2}), ("deepseek_v3", {"tp": 2, "cp": 2})],
+    [
+        ("qwen3_moe", {"tp": 2}),
+        pytest.param("gpt_oss", {"tp": 2, "pp": 2}, marks=pytest.mark.long),
+        ("deepseek_v3", {"tp": 2, "cp": 2}),
+    ],
 )
 def test_experts_under_tensor_parallelism_train_alike_on_microbatches_of_one_pack(kind, degrees):
     check(run(degrees, *with_validation(), kind=kind), alone(kind))

@@ -73,8 +73,14 @@ def trained(model, kind, degrees, *options, folder=None):
 
 
 CASES = [("llama", kind, {}) for kind in KINDS]
-CASES += [("llama", "kl", {"cp": 2}), ("llama", "grpo", {"tp": 2, "cp": 2}), ("llama", "dapo", {"dp": 2, "cp": 2})]
-CASES += [("qwen3_moe", "dapo", {"cp": 2}), ("qwen3", "grpo", {"tp": 2})]
+CASES += [
+    ("llama", "grpo", {"tp": 2, "cp": 2}),
+    ("llama", "dapo", {"dp": 2, "cp": 2}),
+    ("qwen3_moe", "dapo", {"cp": 2}),
+]
+CASES += [
+    pytest.param(*case, marks=pytest.mark.long) for case in (("llama", "kl", {"cp": 2}), ("qwen3", "grpo", {"tp": 2}))
+]
 if IS_0_3:
     CASES += [("qwen3_5", "kl", {"cp": 2}), ("gpt_oss", "grpo", {"cp": 2}), ("deepseek_v3", "dapo", {"cp": 2})]
 

@@ -253,8 +253,8 @@ FILE = ("--magi.dpo.reference", "file")
     ("packs", "options", "degrees"),
     [
         ("whole", (), {}),
-        ("whole", FILE, {"cp": 2}),
-        ("whole", (), {"dp": 2}),
+        pytest.param("whole", FILE, {"cp": 2}, marks=pytest.mark.long),
+        pytest.param("whole", (), {"dp": 2}, marks=pytest.mark.long),
         ("whole", FILE, {"dp": 2, "cp": 2}),
         ("separate", (), {"cp": 2}),
         ("whole", ("--magi.dpo.loss", "ipo"), {"cp": 2}),

@@ -177,7 +177,11 @@ def cases(layouts: dict[str, tuple[dict[str, int], ...]], long: tuple[str, ...] 
     return found
 
 
-@pytest.mark.parametrize(("name", "degrees"), cases(SFT, ("qwen3_5-cp2", "qwen3_5-dp2-cp2", "qwen3_5_moe-cp2")))
+LONG = ("qwen3_5-cp2", "qwen3_5-dp2-cp2", "qwen3_5_moe-cp2", "gpt_oss-cp2", "muse_glimmer-cp2", "kimi_k2_7-cp2")
+LONG += ("tied_llama-cp2", "tied_qwen3-cp2", "yarn_qwen3")
+
+
+@pytest.mark.parametrize(("name", "degrees"), cases(SFT, LONG))
 def test_sft_is_that_of_transformers(name, degrees):
     assert_trains_as(expected("sft", name), "sft", name, degrees)
 
