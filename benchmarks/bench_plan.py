@@ -481,7 +481,7 @@ def main() -> None:
         unseen, wide = run_unseen(), run_wide()
         header = facts_of_run(None) | {
             "numpy": np.__version__,
-            "processor": f"{platform.machine()}, one core, other work beside it; times are the least of 5 repeats",
+            "processor": f"{platform.machine()}, one core; times are the least of 5 repeats",
         }
         head = json.dumps(header, indent=1).removesuffix("\n}")
         arguments.output.write_text(
