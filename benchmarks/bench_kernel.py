@@ -293,7 +293,7 @@ def measure(case: Case, impls: list[str], ms: float) -> list[Row]:
 
 
 def fields(way: str, found: Time, gflop: float, is_ours: bool) -> dict[str, float]:
-    """Of a row, in this direction."""
+    """What a row holds of this direction."""
     values = {"ms": round(found.ms, 4), "tflops": round(gflop / found.ms, 1)}
     if not is_ours:
         values |= {"ratio": round(found.ratio, 4), "spread": round(found.spread, 4)}

@@ -89,7 +89,7 @@ def middle(values: list[float]) -> tuple[float, float]:
 
 
 def first_ms(run: Callable[[], object]) -> float:
-    """Of a call after one that does not count."""
+    """ms of a call, after one that does not count."""
     run()
     return burst_times({"": run}, {"": 3}, [""])[0]
 
