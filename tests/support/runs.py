@@ -145,6 +145,7 @@ def train(
     entry: str = "torchtitan.train",
     setup: Callable[[Callable[..., None]], None] | None = None,
     until: Callable[[Run], bool] | None = None,
+    on_gpus: bool | None = None,
 ) -> Run:
     """Trains with the TOML file, ``defaults`` and ``arguments``; CP is 1 unless they say otherwise.
 
@@ -153,6 +154,7 @@ def train(
         entry: the module that torchrun would start, or "torchtitan_magi.train".
         setup: called as setup(report) in each process before torchtitan starts; report(name, ...) makes an event.
         until: after each event, whether to kill all processes at once (SIGKILL).
+        on_gpus: None is ON_GPUS.
 
     Raises:
         TrainingError: a process raised. The others are killed.
@@ -161,7 +163,7 @@ def train(
     if toml == DEBUG_TOML:
         defaults = (*on_corpus(), "--parallelism.context_parallel_degree", "1", *defaults)
     arguments = ["--job.config_file", str(toml), "--job.dump_folder", new_folder(), *defaults, *arguments]
-    return _run(processes, _train_in_child, (arguments, layers, entry, setup), until)
+    return _run(processes, _train_in_child, (arguments, layers, entry, setup), until, on_gpus)
 
 
 def call(function: Callable, *arguments: object) -> object:
@@ -178,18 +180,25 @@ class GlooError(TrainingError):
     """A rank ended by a signal that C++ code raises."""
 
 
-def _run(processes: int, target: Callable, arguments: tuple, until: Callable | None = None) -> Run:
+def _run(
+    processes: int,
+    target: Callable,
+    arguments: tuple,
+    until: Callable | None = None,
+    on_gpus: bool | None = None,
+) -> Run:
     """Once more where gloo has crashed: rarely, its two threads free the same buffer (docs/internals/robustness.md)."""
+    on_gpus = ON_GPUS if on_gpus is None else on_gpus
     try:
-        return _run_once(processes, target, arguments, until)
+        return _run_once(processes, target, arguments, until, on_gpus)
     except GlooError as error:
-        if processes == 1 or ON_GPUS:
+        if processes == 1 or on_gpus:
             raise
         warnings.warn(f"{error}: started once more", stacklevel=2)
-        return _run_once(processes, target, arguments, until)
+        return _run_once(processes, target, arguments, until, on_gpus)
 
 
-def _run_once(processes: int, target: Callable, arguments: tuple, until: Callable | None) -> Run:
+def _run_once(processes: int, target: Callable, arguments: tuple, until: Callable | None, on_gpus: bool) -> Run:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, processes, is_master=True, wait_for_workers=False)  # any free port
@@ -199,8 +208,8 @@ def _run_once(processes: int, target: Callable, arguments: tuple, until: Callabl
         for rank in range(processes):
             receive, send = multiprocessing.Pipe(duplex=False)
             log = f"{folder}/rank{rank}.log"
-            process = (multiprocessing.get_context("spawn").Process if ON_GPUS else _Process)(
-                target=_child, args=(rank, processes, store.port, log, send, target, arguments, ON_GPUS), daemon=True
+            process = (multiprocessing.get_context("spawn").Process if on_gpus else _Process)(
+                target=_child, args=(rank, processes, store.port, log, send, target, arguments, on_gpus), daemon=True
             )
             process.start()
             send.close()

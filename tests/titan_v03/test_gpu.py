@@ -8,6 +8,8 @@ import functools
 import importlib.util
 import inspect
 import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from support import runs as training
@@ -83,8 +85,8 @@ TASKS = {  # name -> kind of model, options
 }
 
 
-def losses(task, on_gpus):
-    """The losses of five steps, and of validation."""
+def arguments_of(task):
+    """Five steps, and validation."""
     kind, options = TASKS[task]
     arguments = [*hf_arguments(folder(kind), kind), "--training.dataset_path", f"{training.corpus()}/train.jsonl"]
     arguments += ["--training.steps", "5"]
@@ -92,15 +94,15 @@ def losses(task, on_gpus):
     arguments += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.interval", "100"]
     arguments += ["--validation.seq_len", "256", "--validation.freq", "5", "--validation.local_batch_size", "1"]
     options = options.replace("PAIRS", str(pairs_file())).replace("VALIDATION", f"{training.corpus()}/validation.jsonl")
-    arguments += options.split()
+    return [*arguments, *options.split()]
+
+
+def losses(task, arguments, on_gpus):
+    """Of all steps, and of validation."""
     if on_gpus:
-        arguments += ["--training.mixed_precision_param", "bfloat16", "--magi.backend", "ffa"]
+        arguments = [*arguments, "--training.mixed_precision_param", "bfloat16", "--magi.backend", "ffa"]
     processes = 2 if " 2" in task else 1
-    training.ON_GPUS = on_gpus
-    try:
-        run = training.train(processes, arguments, layers=None)
-    finally:
-        training.ON_GPUS = False
+    run = training.train(processes, arguments, layers=None, on_gpus=on_gpus)
     last = [values for _, values in run.of("metrics", rank=processes - 1) if "grad_norm" in values]
     return [values["loss_metrics/global_avg_loss"] for values in last] + run.validation_losses
 
@@ -114,7 +116,8 @@ def test_losses_are_those_without_gpus(task):
         pytest.skip("torchtitan 0.3 wants a newer torch for pipelines")
     if "Qwen3.5" in task and importlib.util.find_spec("flash_qla") is None:
         pytest.skip("needs the extra linear")
-    gpu, cpu = (losses(task, on_gpus) for on_gpus in (True, False))
+    with ThreadPoolExecutor(2) as side_by_side:
+        gpu, cpu = side_by_side.map(partial(losses, task, arguments_of(task)), (True, False))
     print(f"\n{task}: losses by step on GPUs {numbers(gpu)}, on the CPU {numbers(cpu)}")
     assert len(gpu) >= 5
     assert all(map(math.isfinite, gpu))
