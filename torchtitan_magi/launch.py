@@ -24,6 +24,7 @@ from typing import Any
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
 PRECISION = ("training", "mixed_precision_param")
+PATIENCE = 30  # seconds that torchrun gives ranks to end once one has failed, before it kills them
 HOOKS = (("job", "custom_config_module"), ("experimental", "custom_import"))
 
 
@@ -107,9 +108,14 @@ def shown(value: Any) -> str:
 
 def first_failure(failures: Iterable[Any]) -> Any:
     """The one that the others follow from. torchrun dates a rank that was killed by when it looks, which may be after
-    another rank has missed it."""
+    another rank has missed it; what it has killed itself, since it did not end, is none."""
     failures = list(failures)
-    killed = [failure for failure in failures if failure.exitcode == -signal.SIGKILL]
+    begun = min(failure.timestamp for failure in failures)
+    killed = [
+        failure
+        for failure in failures
+        if failure.exitcode == -signal.SIGKILL and failure.timestamp < begun + PATIENCE / 2
+    ]
     return min(killed or failures, key=lambda failure: failure.timestamp)
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -190,9 +191,14 @@ def test_an_error_file_of_any_shape_is_one_line(tmp_path, content, line):
     assert re.fullmatch(line, caught.value.code)
 
 
-def test_a_killed_rank_is_the_reason_also_where_another_says_first_that_it_is_gone(tmp_path):
-    """torchrun dates what was killed by when it looks, to the second."""
-    extra = {"timestamp": "1", "py_callstack": ""}
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [(2, r"rank 1 failed: Signal 9 \(SIGKILL\) received by PID 2"), (31, "rank 0 failed: peer is gone")],
+    ids=["killed before", "killed by torchrun"],
+)
+def test_a_killed_rank_is_the_reason_unless_torchrun_killed_it(tmp_path, before, line):
+    """torchrun dates what was killed by when it looks, to the second. before: seconds since the other rank's error."""
+    extra = {"timestamp": str(int(time.time()) - before), "py_callstack": ""}
     (tmp_path / "error.json").write_text(json.dumps({"message": {"message": "peer is gone", "extraInfo": extra}}))
 
     def run(_):
@@ -201,7 +207,7 @@ def test_a_killed_rank_is_the_reason_also_where_another_says_first_that_it_is_go
 
     with mock.patch.object(torch.distributed.run, "run", run), pytest.raises(SystemExit) as caught:
         launch(["--standalone", "script.py"])
-    assert caught.value.code == "rank 1 failed: Signal 9 (SIGKILL) received by PID 2"
+    assert re.fullmatch(line, caught.value.code)
 
 
 def test_a_failing_import_of_a_rank_is_the_last_line(tmp_path):

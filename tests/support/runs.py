@@ -100,6 +100,9 @@ def _server() -> forkserver.ForkServer:
     return server
 
 
+_STARTING = threading.Lock()  # what starts for one run has not the environment that is set for another's server
+
+
 class _Popen(popen_forkserver.Popen):
     def _launch(self, process: multiprocessing.process.BaseProcess) -> None:
         with mock.patch.object(forkserver, "connect_to_new_process", _server().connect_to_new_process):
@@ -211,7 +214,8 @@ def _run_once(processes: int, target: Callable, arguments: tuple, until: Callabl
             process = (multiprocessing.get_context("spawn").Process if on_gpus else _Process)(
                 target=_child, args=(rank, processes, store.port, log, send, target, arguments, on_gpus), daemon=True
             )
-            process.start()
+            with _STARTING:
+                process.start()
             send.close()
             started.append(process)
             ranks[receive] = rank
