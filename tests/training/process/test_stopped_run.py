@@ -9,11 +9,25 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import environment_of
+from support.processes import environment_of, python
 from support.runs import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus
 
-from torchtitan_magi.training.process.last_line import stopped
+from torchtitan_magi.training.process.last_line import stopped, told_on_signal
 
+# The main thread waits in C, as for a GPU: for a mutex that it has itself.
+WAITING = """
+import ctypes, logging, os, sys, threading
+from torchtitan_magi.training.process.last_line import told_on_signal
+
+logging.basicConfig(level=logging.INFO)
+with told_on_signal(lambda: "this is why"):
+    pass
+with told_on_signal(lambda: "this is said"):
+    threading.Timer(1, os.kill, (os.getpid(), int(sys.argv[1]))).start()
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
 STEPS = ["--training.steps", "1000000", "--lr_scheduler.decay_ratio", "0", "--parallelism.context_parallel_degree", "2"]
 
 
@@ -41,6 +55,13 @@ def test_a_run_that_is_stopped_says_how_it_goes_on(number, saves):
     assert step >= 3
     assert line == stopped(step, max(finished, default=-1))
     assert bool(finished) == saves
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_waits_in_c_ends_by_the_signal_too(number):
+    run = python("-c", WAITING, int(number))
+    assert run.returncode == -number
+    assert run.stderr == f"INFO:{told_on_signal.__module__}:this is said\n"
 
 
 def test_the_line_of_a_stopped_run():

@@ -1,16 +1,20 @@
 """The last line of a run: where its model lies, and how to go on from there, also where a signal ends it."""
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_magi.training.process.all_ranks import is_first_rank
 from torchtitan_magi.wording import shown
+
+SOON = 2.0  # seconds
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +68,10 @@ class LastLine:
 def told_on_signal(text: Callable[[], str]) -> Iterator[None]:
     """Lets rank 0 log a text when SIGINT or SIGTERM ends it. All ranks end by the signal itself, without traceback."""
 
-    def end(number: int, _: object) -> None:
+    def end(number: int, _: object = None) -> None:
         with contextlib.suppress(RuntimeError):  # the signal came while another line was being written
             logger.info(text())
-        signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).signal(number, int(signal.SIG_DFL))  # as signal.signal, but in any thread
         os.kill(os.getpid(), number)
 
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
@@ -78,10 +82,34 @@ def told_on_signal(text: Callable[[], str]) -> Iterator[None]:
     )
     before = {number: signal.signal(number, handler) for number, handler in own.items()}
     try:
-        yield
+        with _also_where_main_thread_waits(end) if is_first_rank() else contextlib.nullcontext():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _also_where_main_thread_waits(end: Callable[[int], None]) -> Iterator[None]:
+    """Calls end(number) of SIGINT or SIGTERM also where the main thread waits for a GPU, which waits for another rank.
+    Python's handlers run in the main thread alone, so torchrun would kill the process, 30 s later."""
+    heard, number = os.pipe()
+    os.set_blocking(number, False)
+
+    def listen() -> None:
+        while signals := os.read(heard, 1):
+            if signals[0] in (signal.SIGINT, signal.SIGTERM):
+                time.sleep(SOON)  # meanwhile the main thread ends the process, if it can
+                end(signals[0])
+        os.close(heard)
+
+    threading.Thread(target=listen, name="signals", daemon=True).start()
+    before = signal.set_wakeup_fd(number, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(number)
 
 
 def stopped(step: int, saved: int) -> str:
