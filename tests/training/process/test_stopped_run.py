@@ -16,14 +16,24 @@ from torchtitan_magi.training.process.last_line import stopped, told_on_signal
 
 # The main thread waits in C, as for a GPU: for a mutex that it has itself.
 WAITING = """
-import ctypes, logging, os, sys, threading
+import ctypes, logging, os, signal, sys, threading, time
 from torchtitan_magi.training.process.last_line import told_on_signal
 
 logging.basicConfig(level=logging.INFO)
 with told_on_signal(lambda: "this is why"):
     pass
 with told_on_signal(lambda: "this is said"):
-    threading.Timer(1, os.kill, (os.getpid(), int(sys.argv[1]))).start()
+    number = int(sys.argv[1])
+    for handler, code in ((None, -number), (lambda *_: os._exit(7), 7)):
+        if not (child := os.fork()):
+            if handler:
+                signal.signal(number, handler)
+            os.kill(os.getpid(), number)
+            time.sleep(600)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+    time.sleep(3)
+    logging.info("a forked process is another one")
+    threading.Timer(1, os.kill, (os.getpid(), number)).start()
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -61,7 +71,10 @@ def test_a_run_that_is_stopped_says_how_it_goes_on(number, saves):
 def test_a_run_that_waits_in_c_ends_by_the_signal_too(number):
     run = python("-c", WAITING, int(number))
     assert run.returncode == -number
-    assert run.stderr == f"INFO:{told_on_signal.__module__}:this is said\n"
+    assert run.stderr.splitlines() == [
+        "INFO:root:a forked process is another one",
+        f"INFO:{told_on_signal.__module__}:this is said",
+    ]
 
 
 def test_the_line_of_a_stopped_run():

@@ -18,7 +18,8 @@ LAUNCH = "import sys; from torchtitan_magi.launch import launch; launch(sys.argv
 HUNG = r"rank 0 failed: this rank was killed \d+ s after step \d+ ended, without another: .* comm.train_timeout_seconds"
 KILLED = r"rank 1 failed: Signal 9 \(SIGKILL\) received by PID \d+"
 TRAIN_TIMEOUT = 10  # seconds
-# To an end by it: flight records get 12, torchrun gives processes 30 to end by themselves, and the machine is busy.
+# To an end by it: NCCL's watchdog writes its records, torchrun gives processes 30 to end by themselves, and the machine
+# is busy.
 SOON = TRAIN_TIMEOUT + 12 + 30 + 60
 TIMEOUT = 600  # torchtitan's train_timeout_seconds: a job that ends sooner after a blow ends by it
 
@@ -52,6 +53,7 @@ def run_and_strike(folder, arguments, device, blow, program=("-m", "torchtitan_m
     visible = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     path = os.pathsep.join([str(ROOT), f"{ROOT}/tests", *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | visible
+    environment["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # the watchdog waits 4 times as long for other ranks'
     torchrun = [sys.executable, "-c", LAUNCH, "--standalone", "--nproc-per-node=2", "--local-ranks-filter=0"]
     torchrun += ["--role=rank", "--tee=3", *program, "--job.config_file", DEBUG_TOML, "--job.dump_folder", folder]
     if device == "cuda":

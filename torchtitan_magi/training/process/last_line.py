@@ -81,12 +81,28 @@ def told_on_signal(text: Callable[[], str]) -> Iterator[None]:
         {signal.SIGINT: end, signal.SIGTERM: end} if is_first_rank() else {signal.SIGINT: signal.SIG_DFL}
     )
     before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    _told.update(own)
     try:
         with _also_where_main_thread_waits(end) if is_first_rank() else contextlib.nullcontext():
             yield
     finally:
+        _told.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_told: dict[int, Any] = {}  # handlers of the signals that a run tells of, while it runs
+
+
+def _tell_nothing() -> None:
+    """In a forked process: its end is not the run's, and nobody shall hear of it in the pipe of the run's process."""
+    if _told:
+        signal.set_wakeup_fd(-1)
+    for number in _told:
+        signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_tell_nothing)
 
 
 @contextlib.contextmanager
@@ -105,6 +121,8 @@ def _also_where_main_thread_waits(end: Callable[[int], None]) -> Iterator[None]:
 
     threading.Thread(target=listen, name="signals", daemon=True).start()
     before = signal.set_wakeup_fd(number, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)  # of a program that leads this run, such as asyncio's
     try:
         yield
     finally:
