@@ -19,13 +19,11 @@ Ways
 """
 
 import gc
-import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,12 +34,14 @@ import torch
 from bench_models import QWEN3_5, QWEN3_5_TEXT, ROOT, Case
 from bench_train import RECORD, documents, ended_well, ideal_seconds, speed_table
 from figures import RESULTS, Row, part, recording_parser, save, table
+from steps import Steps
 
 import torchtitan_magi as magi
 from torchtitan_magi.calibrate import facts_of_run, gpu_ms
 
 WAYS = {  # -> options
     "ours": "",
+    "ours, not compiled": "--compile.no-enable",
     "no attention": "",
     "no CP, ours": "",
     "no CP, stock": "",
@@ -109,23 +109,11 @@ def record_run() -> None:
 
         metrics, train = PlanMetrics, main
         prepare_ours(plans, with_attention=way != "no attention")
-    times: list[float] = []
-    losses: list[float] = []
-    peak, log = 0.0, metrics.log
-
-    def record_and_log(self, step, loss, *arguments, **options):  # type: ignore[no-untyped-def]
-        nonlocal peak
-        times.append(time.perf_counter())
-        losses.append(float(loss))
-        if torch.cuda.is_available():
-            peak = max(peak, torch.cuda.max_memory_allocated() / 2**30)  # the log resets it
-        log(self, step, loss, *arguments, **options)
-
-    metrics.log = record_and_log
+    recorded = Steps(metrics)
     train()
-    seconds = [after - before for before, after in itertools.pairwise(times)]
-    ideal = ideal_of_layers(plans[1 : len(times)], layers) if way == "ours" and torch.cuda.is_available() else []
-    record = {"seconds": seconds, "losses": losses, "peak_gib": peak, "ideal": ideal}
+    timed = plans[1 : len(recorded.times)]
+    ideal = ideal_of_layers(timed, layers) if way == "ours" and torch.cuda.is_available() else []
+    record = {"seconds": recorded.seconds, "losses": recorded.losses, "ideal": ideal} | recorded.peaks
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
 
 

@@ -8,10 +8,8 @@ weights. Documents are those of bench_train.py. A row has the median over steps 
 not counted, and the most memory: allocated by PyTorch and outside its allocator, of the GPU that has the most.
 """
 
-import itertools
 import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from typing import Any
 
 from bench_train import CHARACTERS, documents, ended_well
 from figures import part, recording_parser, save, table, thousands
+from steps import Steps, host_gib
 
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.models.published import SIZES
@@ -228,49 +227,23 @@ def recorded(command: Sequence[str], folder: Path, timeout: float = TIMEOUT) -> 
 
 def record_run() -> None:
     """The process of a run: the command of the package, whose steps are timed."""
-    import time
-
-    import torch
-
     folder = sys.argv[2]
     sys.argv[1:3] = []
     from torchtitan_magi.train import main
     from torchtitan_magi.training.metrics import PlanMetrics
 
-    times: list[float] = []
-    losses: list[float] = []
-    seen: list[tuple[float, ...]] = []  # of each step: GiB of the GPU allocated at most and outside, and of the host
-    memory: Any = None
-    log = PlanMetrics.log
-
-    def record_and_log(self, step, global_avg_loss, *arguments, **options):  # type: ignore[no-untyped-def]
-        nonlocal memory
-        memory = self.memory
-        times.append(time.perf_counter())
-        losses.append(float(global_avg_loss))
-        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-        now = torch.cuda.max_memory_allocated(), total - free - torch.cuda.memory_reserved()  # the log resets them
-        seen.append((now[0] / GIB, now[1] / GIB, host_gib()))
-        log(self, step, global_avg_loss, *arguments, **options)
-
-    PlanMetrics.log = record_and_log  # type: ignore[method-assign]
+    steps = Steps(PlanMetrics)
     main()
-    seconds = [after - before for before, after in itertools.pairwise(times)]
+    times, seconds = steps.times, steps.seconds
     seconds = seconds[min(WARM_UP, len(seconds) // 2) :]
-    columns = dict(zip(("peak_gib", "outside_gib", "host_gib"), zip(*seen, strict=True), strict=True))
-    found: dict[str, Any] = {"step_ms": 1e3 * statistics.median(seconds), "kept": as_option(memory.setup.keepings)}
-    found["loss"] = losses[-1]
-    found |= {name: max(values) for name, values in columns.items()} | {"host_after_gib": host_gib()}
+    kept = as_option(steps.seen.memory.setup.keepings)
+    found: dict[str, Any] = {"step_ms": 1e3 * statistics.median(seconds), "kept": kept, "loss": steps.losses[-1]}
+    found |= steps.peaks | {"host_after_gib": host_gib()}
     if len(times) >= LONG:
         fifths = [range(len(times))[i * len(times) // 5 : (i + 1) * len(times) // 5] for i in range(5)]
-        found["fifths"] = {name: [max(of[i] for i in fifth) for fifth in fifths] for name, of in columns.items()}
+        found["fifths"] = {name: [max(of[i] for i in fifth) for fifth in fifths] for name, of in steps.memory.items()}
         found["fifths"]["step_ms"] = [1e3 * (times[fifth[-1]] - times[fifth[0]]) / (len(fifth) - 1) for fifth in fifths]
     Path(folder, f"record{os.environ['RANK']}.json").write_text(json.dumps(found))
-
-
-def host_gib() -> float:
-    """GiB of the host's memory that this process has now, pinned or not."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / GIB
 
 
 def predicted(case: Case, device: str, keeping: tuple[Keeping, ...] = ()) -> PredictedRun:

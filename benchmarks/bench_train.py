@@ -40,7 +40,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -50,6 +49,7 @@ from typing import Any
 import numpy as np
 from bench_cp import histogram_pack
 from figures import part, recording_parser, result, save, table, thousands
+from steps import Steps
 
 from torchtitan_magi.calibrate import facts_of_run
 
@@ -200,30 +200,13 @@ def record_run() -> None:
     else:
         from torchtitan.components.metrics import MetricsProcessor as Metrics
         from torchtitan.train import Trainer
-    times: list[float] = []
-    losses: list[float] = []
-    waits: list[float] = []  # seconds for a batch and its plan
-    peaks = {"peak_gib": 0.0, "reserved_gib": 0.0, "outside_gib": 0.0}
-    log = Metrics.log
-
-    def record_and_log(self, step, global_avg_loss, *arguments, **options):  # type: ignore[no-untyped-def]
-        times.append(time.perf_counter())
-        losses.append(float(global_avg_loss))
-        waits.append(sum(self.data_loading_times))  # the log empties it
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            now = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()  # the log resets them
-            now = *now, total - free - torch.cuda.memory_reserved()
-            peaks.update({key: max(most, x / 2**30) for (key, most), x in zip(peaks.items(), now, strict=True)})
-        log(self, step, global_avg_loss, *arguments, **options)
-
-    Metrics.log = record_and_log
+    steps = Steps(Metrics)
     torchtitan.train.main(Trainer)
-    seconds = [after - before for before, after in itertools.pairwise(times)]
-    record: dict[str, Any] = {"seconds": seconds, "losses": losses, "data_waits": waits, "ideal_attention": []} | peaks
+    record: dict[str, Any] = {"seconds": steps.seconds, "losses": steps.losses, "data_waits": steps.waits}
+    record |= {"ideal_attention": []} | steps.peaks
     if packs and int(forwards) and torch.cuda.is_available():
-        steps = packs[1 : len(times)]  # those of `seconds`
-        record["ideal_attention"] = [int(layers) * ideal_seconds(plan, heads, int(forwards)) for plan, heads in steps]
+        timed = packs[1 : len(steps.times)]  # those of "seconds"
+        record["ideal_attention"] = [int(layers) * ideal_seconds(plan, heads, int(forwards)) for plan, heads in timed]
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
 
 

@@ -9,7 +9,6 @@ bench_train.py. Each turn is a run of its own of each version, the first of a ru
 median over steps of the seconds per step.
 """
 
-import itertools
 import json
 import os
 import statistics
@@ -21,6 +20,7 @@ from typing import Any
 
 from bench_train import documents
 from figures import grouped, part, recording_parser, save, table, thousands
+from steps import Steps
 
 from torchtitan_magi.calibrate import facts_of_run
 
@@ -85,27 +85,15 @@ def run(site: str, folder: Path, arguments: Any) -> dict[str, Any]:
 
 def record_run() -> None:
     """One process of a run: the command of the package, whose steps are timed."""
-    import time
-
     path = sys.argv[2]
     sys.argv[1:3] = []
     from torchtitan_magi.train import main
     from torchtitan_magi.training.metrics import PlanMetrics
 
-    times: list[float] = []
-    losses: list[float] = []
-    log = PlanMetrics.log
-
-    def record_and_log(self, step, loss, *arguments, **options):  # type: ignore[no-untyped-def]
-        times.append(time.perf_counter())
-        losses.append(float(loss))
-        log(self, step, loss, *arguments, **options)
-
-    PlanMetrics.log = record_and_log  # type: ignore[method-assign]
+    steps = Steps(PlanMetrics)
     main()
-    seconds = [after - before for before, after in itertools.pairwise(times)][WARM_UP:]
     if os.environ["RANK"] == "0":
-        Path(path).write_text(json.dumps({"seconds": seconds, "losses": losses}))
+        Path(path).write_text(json.dumps({"seconds": steps.seconds[WARM_UP:], "losses": steps.losses}))
 
 
 def versions_table(*files: dict[str, Any]) -> str:
