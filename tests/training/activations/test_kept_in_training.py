@@ -24,6 +24,12 @@ LAYOUTS = {  # processes, options
     "CP 2": (2, CP),
     "TP 2": (2, "--parallelism.tensor_parallel_degree 2"),
     "FSDP 2": (2, "--parallelism.data_parallel_shard_degree 2 --training.local_batch_size 1"),
+    "TP 2, CP 2": (4, f"--parallelism.tensor_parallel_degree 2 {CP}"),
+    "HSDP 2 x 2": (
+        4,
+        "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2 "
+        "--training.local_batch_size 1",
+    ),
     "accumulated": (1, "--training.global_batch_size 4 --training.local_batch_size 2"),
     "PP 2": (2, "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4"),
     "LoRA": (1, "--magi.lora.rank 4"),
@@ -71,7 +77,10 @@ def test_what_layers_keep_changes_no_loss(mix):
 
 @pytest.mark.parametrize(
     ("layout", "mix"),
-    [(layout, MIX) for layout in LAYOUTS]
+    [
+        pytest.param(layout, MIX, marks=pytest.mark.long if processes == 4 else ())
+        for layout, (processes, _) in LAYOUTS.items()
+    ]
     + [("FSDP 2", "all offloaded"), ("TP 2", "products offloaded")]
     + [
         pytest.param("TP 2", "all offloaded", marks=pytest.mark.long),
