@@ -121,7 +121,7 @@ def run(name: str, tokens: int, mode: str, arguments: argparse.Namespace) -> dic
         epochs = len(set(re.findall(r"end of epoch (\d+)", Path(folder, "log").read_text())))
     times = ranks[0]["seconds"][WARM_UP:]  # packs differ in their work, so all of them count
     seconds = statistics.mean(times)
-    fifths = [statistics.mean(part) for part in np.array_split(times, 5)]
+    fifths = [float(part.mean()) for part in np.array_split(times, 5)]
     ideal = [statistics.mean(rank["ideal_attention"][WARM_UP:]) for rank in ranks if rank["ideal_attention"]]
     return {
         "tokens_per_gpu": tokens, "checkpointing": mode, "cp": strategy.cp, "tp": strategy.tp, "dp_shard": strategy.dp,
