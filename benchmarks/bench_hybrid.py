@@ -10,6 +10,7 @@ and convolution of the same packs, each whole on one GPU, divided by the GPUs.
 
 Ways
   ours            context parallelism over all GPUs
+  ours, not compiled
   no attention    the same without attention, recurrence, convolution and their exchanges: the rest of a step
   no CP, ours     a pack of `tokens` for each GPU, data parallelism (FSDP)
   no CP, stock    the same by torchtitan's own model of text, with flex_attention (without its search for the fastest

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import runs as training
 from support.corpus import chat_tokenizer
 from support.errors import run_ends
 from support.gpus import needs_hopper
@@ -125,11 +124,11 @@ def poisoned_and_timed(unwanted, report):
 
 @pytest.mark.gpu
 @needs_hopper
-def test_no_update_of_a_run_waits_for_the_gpu(monkeypatch):
-    monkeypatch.setattr(training, "ON_GPUS", True)
+def test_no_update_of_a_run_waits_for_the_gpu():
     folder, updates = new_folder(), []
     arguments = [*LATE, *records(folder, 5), "--training.mixed_precision_param", "bfloat16"]
     setup = functools.partial(poisoned_and_timed, token())
+    options = {"setup": setup, "entry": "torchtitan_magi.train", "until": lambda run: updates.append(run) or False}
     with run_ends(r"^step 5: the loss is not finite in 1 of 1 documents: .*:5; ", "FloatingPointError"):
-        train(1, arguments, setup=setup, entry="torchtitan_magi.train", until=lambda run: updates.append(run) or False)
+        train(1, arguments, on_gpus=True, **options)
     assert len(updates[-1].of("updated")) == 5

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-from support import runs as training
 from support.corpus import text
 from support.gpus import needs_two_gpus
 from support.jsonl import write_jsonl
@@ -116,15 +115,15 @@ def fill_the_cache_after_two_steps(report):
 @pytest.mark.gpu
 @pytest.mark.alone(gpus=2)
 @needs_two_gpus
-def test_a_run_whose_longest_document_comes_late_goes_on_with_a_full_cache(monkeypatch):
-    monkeypatch.setattr(training, "ON_GPUS", True)
+def test_a_run_whose_longest_document_comes_late_goes_on_with_a_full_cache():
     path, rng = Path(new_folder(), "records.jsonl"), random.Random(0)
     lengths = [300] * 3000 + [120_000]  # words; the long one comes in step 5
     write_jsonl(path, [{"text": text(rng, n)} for n in lengths])
     arguments = ["--training.dataset_path", str(path), "--training.seq_len", "131072", "--training.steps", "6"]
     arguments += ["--training.mixed_precision_param", "bfloat16", "--magi.no-shuffle"]
     ranks = ["--parallelism.context_parallel_degree", "2"]
-    run, whole = train(2, [*arguments, *ranks], setup=fill_the_cache_after_two_steps), train(1, arguments)
+    run = train(2, [*arguments, *ranks], setup=fill_the_cache_after_two_steps, on_gpus=True)
+    whole = train(1, arguments, on_gpus=True)
     assert len(run.losses) == 6
     assert run.losses == pytest.approx(whole.losses, rel=1e-2)
     for rank in range(2):

@@ -71,7 +71,7 @@ def told_on_signal(text: Callable[[], str]) -> Iterator[None]:
     def end(number: int, _: object = None) -> None:
         with contextlib.suppress(RuntimeError):  # the signal came while another line was being written
             logger.info(text())
-        ctypes.CDLL(None).signal(number, int(signal.SIG_DFL))  # as signal.signal, but in any thread
+        ctypes.CDLL(None).signal(number, None)  # SIG_DFL, as signal.signal sets it, but in any thread
         os.kill(os.getpid(), number)
 
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
@@ -91,7 +91,7 @@ def told_on_signal(text: Callable[[], str]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-_told: dict[int, Any] = {}  # handlers of the signals that a run tells of, while it runs
+_told: set[int] = set()  # signals that are handled while a run goes on
 
 
 def _tell_nothing() -> None:
