@@ -14,6 +14,7 @@ import torchtitan_magi as magi
 from torchtitan_magi.attention.bound_plan import bind_plan
 from torchtitan_magi.attention.op import PlanHandle, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
+from torchtitan_magi.cuda import launch
 from torchtitan_magi.exchange import peer_memory as peer
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.exchange.peer_memory import MAX_SLOT_BYTES, WRITTEN_BYTES, PeerTransport
@@ -57,6 +58,7 @@ CASES = CASES_ON_GPUS | {
     "head_dim 256, softcap": documents(
         [700, 201, 90], heads=(8, 2), dtype=torch.float16, head_dim=256, stages=2, softcap=50.0
     ),
+    "head_dim 256": documents([900, 211, 33], heads=(8, 2), dtype=torch.bfloat16, head_dim=256),
     "a window beside full attention": documents(
         [1200, 90, 311], "window", 64, heads=(8, 2), **BF16, sinks=True, beside=BESIDE
     ),
@@ -85,6 +87,19 @@ def test_every_case(pool, way):
     results = pool.run(run_on_rank, names, way)
     for name, *per_rank in zip(names, *results, strict=True):
         check(CASES[name], per_rank, "cuda")
+
+
+def first_run_on_rank(name):
+    travel_by("fetched")
+    launch.load.cache_clear()  # so that kernels are loaded again
+    return {
+        tensor: x.cpu() for tensor, x in run_case(CASES[name], dist.get_world_size(), dist.group.WORLD, "cuda").items()
+    }
+
+
+@pytest.mark.parametrize("name", ["GQA 8:1", "head_dim 256"])
+def test_kernels_are_loaded_while_ranks_wait_for_each_other(pool, name):
+    check(CASES[name], pool.run(first_run_on_rank, name), "cuda")
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -263,6 +263,25 @@ def test_late_keys_have_maps_and_a_flag(recorder):
     assert len(waits) == 1  # the stream, where the kernel sees no flag
 
 
+def test_rows_are_under_way_before_a_second_launch_may_wait_for_the_first(recorder):
+    """The driver may load its kernel only when the first one has ended, which awaits the rows."""
+    own, begun = TOKENS // 2, []
+    mask, shape = mask_of(0, own, TOKENS, late_from=own, dims=(192, 192)), in_flight.RowShape(HEADS, 192, 192)
+    assert mask.sizes.backward.awaits
+    q, k, v, dout = (torch.randn(n, heads, 192).bfloat16() for n, heads in zip(
+        (TOKENS, own, own, TOKENS), (HEADS_Q, HEADS, HEADS, HEADS_Q), strict=True
+    ))  # fmt: skip
+    arrival = in_flight.Arrival(
+        lambda: None, lambda: in_flight.Flag(4096, 7), lambda: begun.append(len(recorder.launches))
+    )
+    late = in_flight.LateKeys(torch.randn(TOKENS - own, shape.width).bfloat16(), arrival)
+    lse, delta = torch.zeros(2, TOKENS, HEADS_Q)
+    grads = Gradients(torch.zeros(TOKENS, HEADS_Q, 192), torch.zeros(TOKENS, shape.width), zeroed=True)
+    before = len(recorder.launches)
+    ATTN.backward(StageInputs(q, k, v, mask, SCALE, late), OutGrads(dout, lse, delta), grads)
+    assert [len(recorder.launches), *begun] == [before + 2, before + 1]
+
+
 def test_without_queries_or_work_nothing_is_launched(recorder):
     q, k, v = tensors(HEADS_Q, HEADS, HEADS)
     out, lse = ATTN.forward(StageInputs(q[:0], k, v, mask_of(0, num_q=0), SCALE))

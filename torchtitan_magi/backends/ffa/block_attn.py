@@ -235,8 +235,8 @@ class FfaBlockAttn:
             _set_scales(params, softmax_scale, softcap)
             maps = [q_at, dout_at, k_at, v_at, *_late_addresses(read_late, k, v, k_at, v_at, params), params.dq]
             kernel(*maps, *((params.dk, params.dv) if b.is_split else maps[-1:] * 2))
-        if late is not None:
-            late.arrival.settle(b.awaits)
+            if i == 0 and late is not None:  # loading the next kernel waits for this one, which may await these rows
+                late.arrival.settle(b.awaits)
         if sums is not None:
             for x, wide in zip(keys_and_values(dkv, shape), shape.split(sums), strict=True):
                 x.copy_(wide)
