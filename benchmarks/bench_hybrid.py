@@ -70,11 +70,12 @@ def run(way: str, arguments: Any) -> Row:
             return {"error": (folder / "log").read_text()[-3000:]}
         ranks = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
     seconds = statistics.mean(ranks[0]["seconds"][WARM_UP:])  # packs differ in their work, so all of them count
-    ideal = [statistics.mean(rank["ideal"][WARM_UP:]) for rank in ranks if rank["ideal"]]
+    ideal = [statistics.mean(map(sum, rank["ideal"][WARM_UP:])) for rank in ranks if rank["ideal"]]
     return {
         "strategy": way, "tokens_per_gpu": tokens, "checkpointing": "selective", "cp": cp, "step_ms": 1e3 * seconds,
         "tokens_per_s": tokens * gpus / seconds, "ideal_attention_ms": 1e3 * max(ideal) if ideal else None,
-        "peak_memory_gib": max(rank["peak_gib"] for rank in ranks), "losses": ranks[0]["losses"],
+        "peak_memory_gib": max(rank["peak_gib"] for rank in ranks),
+        **{name: ranks[0][name] for name in ("losses", "seconds", "ideal")},
     }  # fmt: skip
 
 
@@ -137,9 +138,9 @@ def prepare_ours(plans: list[Any], with_attention: bool) -> None:
         delta_net.recur = lambda q, k, v, g, beta, *_: v + 0 * (q.mean() + k.mean() + g.mean() + beta.mean())
 
 
-def ideal_of_layers(plans: list[Any], layers: int) -> list[float]:
-    """Seconds of both kinds of attention in all layers, forward and backward: of each plan's pack, whole on this GPU,
-    divided by the plan's ranks."""
+def ideal_of_layers(plans: list[Any], layers: int) -> list[list[float]]:
+    """Seconds of full attention, the rule and the convolution in all layers, forward and backward: of each plan's pack,
+    whole on this GPU, divided by the plan's ranks."""
     gc.collect()  # the run's model
     torch.cuda.empty_cache()
     kinds = (QWEN3_5_TEXT["layer_types"] * layers)[:layers]
@@ -148,12 +149,12 @@ def ideal_of_layers(plans: list[Any], layers: int) -> list[float]:
     found = []
     for plan, heads in plans:
         alone = magi.make_plan(plan.slices, plan.total_tokens, cp_size=1)
-        seconds = full * ideal_seconds(plan, heads, forwards=1)
+        seconds = [full * ideal_seconds(plan, heads, forwards=1)]
         for rows, weights, dout, call in calls:
             layer = partial(lambda call, plan, *x: call(*x, plan), call, alone)
             both = partial(bench_linear.both, layer, [*rows, *weights], dout)
             both()  # the first call also makes tables
-            seconds += 1e-3 * linear * gpu_ms(both, bench_linear.QUEUED) / plan.cp_size
+            seconds.append(1e-3 * linear * gpu_ms(both, bench_linear.QUEUED) / plan.cp_size)
         found.append(seconds)
     return found
 
@@ -203,8 +204,10 @@ def train_stock(folder: str, tokens: int, layers: int, steps: int) -> None:
 def fit_to_torch() -> None:
     """Lets torchtitan 0.3 train with torch 2.11, and without minutes of search for flex_attention's fastest kernel."""
     from torch.nn.attention.flex_attention import flex_attention
-    from torchtitan.distributed import fsdp
+    from torchtitan.distributed import fsdp, utils
     from torchtitan.models.common import attention
+
+    from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 
     flex, create_mask, shard = attention.FlexAttention, attention._compiled_create_block_mask, fsdp.fully_shard
     searches = ("max_autotune", "coordinate_descent_tuning")
@@ -217,6 +220,7 @@ def fit_to_torch() -> None:
         for module in modules if isinstance(modules, list) else [modules]:
             shard(module, **options)
 
+    utils.set_pg_timeouts = set_pg_timeouts
     fsdp.fully_shard = shard_each  # gradients of a unit have one dtype: the head's are sums in float32, the norm's not
 
 
