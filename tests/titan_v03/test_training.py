@@ -1,12 +1,14 @@
-"""Training on torchtitan 0.3: degrees that do not fit the model, torchtitan's own entry point."""
+"""Training on torchtitan 0.3: degrees that do not fit the model, its own entry point, its own text data."""
 
+import inspect
 import re
 
 import pytest
 from support.errors import run_ends
 from support.hf_models import hf_arguments, make_hf_folder
+from support.parity import difference
 from support.processes import torchrun
-from support.runs import TrainingError, corpus, new_folder, train
+from support.runs import TrainingError, corpus, new_folder, on_corpus, train
 
 
 def test_degrees_that_are_not_as_many_as_processes_are_named():
@@ -52,3 +54,36 @@ def test_torchtitans_own_entry_point_trains_our_configuration():
     losses = re.findall(r"step: \d/2  loss: ([\d.]+)", run.stderr + run.stdout)
     assert len(losses) == 2
     assert "deterministic flex attention" in run.stderr + run.stdout
+
+
+LENGTH = 128  # tokens of a text that are inputs: BOS and all but the EOS
+
+
+def texts(tokenizer):
+    """Texts of LENGTH inputs each."""
+    source = inspect.getsource(inspect)
+    for start in range(0, 12000, 2000):
+        ends = range(start + LENGTH, start + 6 * LENGTH)
+        yield next(source[start:end] for end in ends if len(tokenizer.encode(source[start:end]).ids) == LENGTH - 1)
+
+
+def has_texts(report):
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    rows = [{"text": text} for text in texts(Tokenizer.from_file(f"{corpus()}/tokenizer/tokenizer.json"))]
+    DATASETS["texts"] = DatasetConfig(
+        path="", loader=lambda _: Dataset.from_list(rows), sample_processor=lambda row: row["text"]
+    )
+
+
+def test_documents_of_torchtitans_text_data_do_not_see_each_other():
+    """Its inputs have no EOS between them: two texts in one pack train as in two."""
+    runs = []
+    for packs in (1, 2):
+        sizes = ["--training.local_batch_size", f"{packs}", "--training.seq_len", f"{2 // packs * LENGTH}"]
+        runs.append(train(1, ["--training.dataset", "texts", *sizes, *on_corpus()[:2]], setup=has_texts))
+    assert len(runs[0].losses) == 3
+    assert difference(*runs) <= 1e-5

@@ -30,7 +30,7 @@ from torchtitan_magi.titan.v03.components import (
 from torchtitan_magi.titan.v03.config import job_of, trainer_options
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.titan.v03.toml_sections import read_job_config
-from torchtitan_magi.training.batches.pack_loader import WithoutPositions
+from torchtitan_magi.training.batches.pack_loader import TextLoader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.finite import StepGuard
@@ -202,9 +202,9 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         return Pipeline(schedule, [self.with_memory(part) for part in parts], first, last, loss, self.compiled)
 
 
-def _stock_loader(stock: Any, place: tuple[int, int], tokenizer: Any, **options: Any) -> WithoutPositions:
+def _stock_loader(stock: Any, place: tuple[int, int], tokenizer: Any, **options: Any) -> TextLoader:
     """torchtitan's own data loader, of its Config. place: the number of batches loaded at a time, and which is ours."""
-    return WithoutPositions(stock.build(dp_world_size=place[0], dp_rank=place[1], tokenizer=tokenizer, **options))
+    return TextLoader(stock.build(dp_world_size=place[0], dp_rank=place[1], tokenizer=tokenizer, **options))
 
 
 class _StandIn:

@@ -181,6 +181,14 @@ def on_device(batch: Batch, device: torch.device | str) -> Batch:
     return inputs | {"input": inputs["input"].to(device)}, labels.to(device)
 
 
+def documents_from_positions(positions: Tensor) -> npt.NDArray[np.int32]:
+    """Token ranges int32 [n, 2] of the documents of a batch, whose positions [batch, seq_len] restart with each."""
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    starts = begins.flatten().nonzero().flatten().numpy()
+    return np.stack([starts, np.append(starts[1:], begins.numel())], 1).astype(np.int32)
+
+
 def documents_from_eos(tokens: Tensor, eos_id: int | None) -> npt.NDArray[np.int32]:
     """Token ranges int32 [n, 2] of the documents of a batch [batch, seq_len]: each ends with an EOS or its row.
 

@@ -16,6 +16,7 @@ from torchtitan_magi.data.packs.window_plan import unreadable_state
 from torchtitan_magi.data.tokens.token_cache import default_folder
 from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.training.batches.findings import check_findings
+from torchtitan_magi.training.batches.microbatch import documents_from_positions
 from torchtitan_magi.training.batches.template_date import keep_template_date, template_date
 from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
 from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
@@ -213,8 +214,9 @@ def build_dataloader(
     return PackLoader(dataset, section.local_batch_size, batches_per_step, **asdict(section.dataloader))
 
 
-class WithoutPositions:
-    """torchtitan's text loader, whose positions restart with every document; [magi] ``positions`` decides that here."""
+class TextLoader:
+    """torchtitan's text loader. Positions that restart say where documents begin, as no EOS stands between them. Which
+    positions the model gets is for [magi] ``positions``."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -222,4 +224,5 @@ class WithoutPositions:
 
     def __iter__(self) -> Any:
         for inputs, labels in self.loader:
-            yield {"input": inputs["input"]}, labels
+            documents = documents_from_positions(inputs["positions"])
+            yield {"input": inputs["input"], "documents": documents}, labels
