@@ -69,7 +69,7 @@ CASES = CASES_ON_GPUS | {
 def travel_by(way):
     """From now on; "mixed": large exchanges in pieces, smaller ones fetched, the smallest written."""
     peer.WRITTEN_BYTES = {"fetched": 0, "pieces": 0, "mixed": 1 << 15}.get(way, WRITTEN_BYTES)
-    peer.MAX_SLOT_BYTES = 1 << 16 if way in ("pieces", "mixed") else MAX_SLOT_BYTES
+    peer.MAX_SLOT_BYTES = {"pieces": 1 << 18, "mixed": 1 << 16}.get(way, MAX_SLOT_BYTES)  # a row for each rank
     process_group_transport(dist.group.WORLD).prepared.cache_clear()
 
 

@@ -30,33 +30,42 @@ def _serve(rank, size, device, store, jobs, results):
 
 
 class RankPool:
+    """Ranks that serve jobs until one of them fails: new ones serve the next job."""
+
     def __init__(self, size, device="cpu"):
-        self.size = size
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self.results = context.Queue()
-        self.queues = [context.Queue() for _ in range(size)]
+        self.size, self.device, self.processes = size, device, []
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
         self.folder = tempfile.TemporaryDirectory()
-        store = os.path.join(self.folder.name, "store")
-        self.processes = [
-            context.Process(
-                target=_serve, args=(rank, size, device, store, self.queues[rank], self.results), daemon=True
-            )
-            for rank in range(size)
-        ]
-        for process in self.processes:
-            process.start()
+        self._start()
+
+    def _start(self):
+        self.results, self.queues = self.context.Queue(), [self.context.Queue() for _ in range(self.size)]
+        store = os.path.join(tempfile.mkdtemp(dir=self.folder.name), "store")
+        for rank, queue in enumerate(self.queues):
+            arguments = rank, self.size, self.device, store, queue, self.results
+            self.processes.append(self.context.Process(target=_serve, args=arguments, daemon=True))
+            self.processes[-1].start()
 
     def run(self, function, *arguments):
         """function(*arguments) on every rank; the results by rank."""
+        if not self.processes:
+            self._start()
         for queue in self.queues:
             queue.put((function, arguments))
         answers = {}
         for _ in range(self.size):
-            rank, result, error = self.results.get(timeout=1500)
-            assert error is None, f"rank {rank}:\n{error}"
-            answers[rank] = result
+            rank, answers[rank], error = self.results.get(timeout=1500)
+            if error is not None:  # others may wait for this rank for ever
+                self._end()
+                raise AssertionError(f"rank {rank}:\n{error}")
         return [answers[rank] for rank in range(self.size)]
+
+    def _end(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []
 
     def __enter__(self):
         return self
