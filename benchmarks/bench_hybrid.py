@@ -4,9 +4,9 @@
     python benchmarks/bench_hybrid.py [--gpus 2] [--tokens 32768] --output benchmarks/results/hybrid_h200x2.json
 
 All ways read the same packed documents, those of bench_train.py, through torchtitan 0.3's text data set: up to a
-quarter of the pack over all GPUs. Weights are random. Step times are means over packs after the first ones. What
-context parallelism costs is the step, less one without attention, less the ideal attention: full attention, recurrence
-and convolution of the same packs, each whole on one GPU, divided by the GPUs.
+quarter of the pack over all GPUs. Weights are random. Step times are medians over packs after the first ones, as a step
+may have to compile a kernel. What context parallelism costs is the step, less one without attention, less the ideal
+attention: full attention, recurrence and convolution of the same packs, each whole on one GPU, divided by the GPUs.
 
 Ways
   ours            context parallelism over all GPUs
@@ -69,8 +69,8 @@ def run(way: str, arguments: Any) -> Row:
         if not ended_well(command, folder / "log", TIMEOUT):
             return {"error": (folder / "log").read_text()[-3000:]}
         ranks = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
-    seconds = statistics.mean(ranks[0]["seconds"][WARM_UP:])  # packs differ in their work, so all of them count
-    ideal = [statistics.mean(map(sum, rank["ideal"][WARM_UP:])) for rank in ranks if rank["ideal"]]
+    seconds = statistics.median(ranks[0]["seconds"][WARM_UP:])
+    ideal = [statistics.median(map(sum, rank["ideal"][WARM_UP:])) for rank in ranks if rank["ideal"]]
     return {
         "strategy": way, "tokens_per_gpu": tokens, "checkpointing": "selective", "cp": cp, "step_ms": 1e3 * seconds,
         "tokens_per_s": tokens * gpus / seconds, "ideal_attention_ms": 1e3 * max(ideal) if ideal else None,
