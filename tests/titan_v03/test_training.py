@@ -4,11 +4,15 @@ import inspect
 import re
 
 import pytest
+import torch
 from support.errors import run_ends
 from support.hf_models import hf_arguments, make_hf_folder
 from support.parity import difference
 from support.processes import torchrun
 from support.runs import TrainingError, corpus, new_folder, on_corpus, train
+
+from torchtitan_magi.training.batches.microbatch import Microbatch
+from torchtitan_magi.training.batches.pack_loader import TextLoader
 
 
 def test_degrees_that_are_not_as_many_as_processes_are_named():
@@ -87,3 +91,20 @@ def test_documents_of_torchtitans_text_data_do_not_see_each_other():
         runs.append(train(1, ["--training.dataset", "texts", *sizes, *on_corpus()[:2]], setup=has_texts))
     assert len(runs[0].losses) == 3
     assert difference(*runs) <= 1e-5
+
+
+class Loader(list):
+    """A loader of one's own that is iterated over."""
+
+    state_dict = load_state_dict = None
+
+
+def test_a_loader_without_positions_gives_documents_that_end_with_eos():
+    tokens, positions = torch.tensor([[5, 1, 6, 7, 1, 8]] * 2), torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    (with_positions, _), (without, _) = TextLoader(
+        Loader([({"input": tokens, "positions": positions}, None), ({"input": tokens}, None)])
+    )
+    found = [Microbatch.of(inputs, None, 1).branches[:, :2].tolist() for inputs in (with_positions, without)]
+    assert found[0] == [[0, 3], [3, 5], [5, 6], [6, 12]]
+    assert found[1] == [[0, 2], [2, 5], [5, 6], [6, 8], [8, 11], [11, 12]]
+    assert set(with_positions) == {"input", "documents"}

@@ -224,5 +224,8 @@ class TextLoader:
 
     def __iter__(self) -> Any:
         for inputs, labels in self.loader:
-            documents = documents_from_positions(inputs["positions"])
-            yield {"input": inputs["input"], "documents": documents}, labels
+            tokens, positions = {"input": inputs["input"]}, inputs.get("positions")
+            if positions is None:  # a loader of one's own, whose documents end with EOS
+                yield tokens, labels
+            else:
+                yield tokens | {"documents": documents_from_positions(positions)}, labels
