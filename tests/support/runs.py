@@ -7,6 +7,7 @@ The processes come from a fork server that preloads torch, torchtitan and the pl
 torchtitan.train`` does with the same arguments and the environment variables of torchrun.
 """
 
+import faulthandler
 import functools
 import importlib
 import importlib.metadata
@@ -34,6 +35,7 @@ from support.exact_norms import exact_gradient_norms  # noqa: E402
 
 DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
 TIMEOUT = 1500  # seconds, below pytest's own
+PATIENT = ("--comm.init_timeout_seconds", str(2 * TIMEOUT), "--comm.train_timeout_seconds", str(2 * TIMEOUT))
 ON_GPUS = False  # each process on the GPU of its rank; a process that is to use one cannot be forked, so it starts anew
 TITAN = importlib.metadata.version("torchtitan")
 IS_0_3 = TITAN.startswith("0.3.")
@@ -161,11 +163,11 @@ def train(
 
     Raises:
         TrainingError: a process raised. The others are killed.
-        TimeoutError: the run took longer than TIMEOUT seconds. All are killed.
+        TimeoutError: the run took longer than TIMEOUT seconds. All are killed, and have told where they stood.
     """
     if toml == DEBUG_TOML:
         defaults = (*on_corpus(), "--parallelism.context_parallel_degree", "1", *defaults)
-    arguments = ["--job.config_file", str(toml), "--job.dump_folder", new_folder(), *defaults, *arguments]
+    arguments = ["--job.config_file", str(toml), "--job.dump_folder", new_folder(), *PATIENT, *defaults, *arguments]
     return _run(processes, _train_in_child, (arguments, layers, entry, setup), until, on_gpus)
 
 
@@ -222,7 +224,8 @@ def _run_once(processes: int, target: Callable, arguments: tuple, until: Callabl
         while ranks:
             ready = connection.wait(list(ranks), timeout=deadline - time.monotonic())
             if not ready:
-                raise TimeoutError(f"no end after {TIMEOUT} s; rank 0 printed\n{_tail(f'{folder}/rank0.log')}")
+                said = [f"rank {rank} printed\n{_tail(f'{folder}/rank{rank}.log')}" for rank in ranks.values()]
+                raise TimeoutError("\n".join([f"no end after {TIMEOUT} s", *said]))
             for pipe in ready:
                 rank = ranks[pipe]
                 try:
@@ -289,6 +292,7 @@ def _child(
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.dump_traceback_later(0.9 * TIMEOUT, file=2)
     local = rank
     if on_gpus:
         from support.gpus import take_gpu

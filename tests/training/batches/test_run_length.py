@@ -164,7 +164,7 @@ def agreements():
     dist.group.WORLD.set_timeout(timedelta(seconds=1))
     for wrong in ("", "number", "error"):
         try:
-            found.append(agreed("data", lambda wrong=wrong: number(wrong), lambda n: f"{n} packs", patient=True))
+            found.append(agreed("data", lambda wrong=wrong: number(wrong), lambda n: f"{n} packs"))
         except ValueError as error:
             found.append(str(error))
     dist.group.WORLD.set_timeout(timedelta(seconds=1800))

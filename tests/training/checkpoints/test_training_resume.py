@@ -10,7 +10,7 @@ from support.runs import IS_0_3, new_folder, train, watch
 from layouts import LAYOUTS, TOLERANCE, max_relative_difference  # isort: skip
 
 STEPS, SAVED = 8, 4
-TIMEOUT, AT_START = 77, 300  # s
+TIMEOUT, AT_START = 1077, 1300  # s
 
 
 def saved_on_all_ranks(run):
@@ -20,7 +20,7 @@ def saved_on_all_ranks(run):
 def run(name, folder, **kwargs):
     arguments = [*LAYOUTS[name].arguments, "--training.steps", f"{STEPS}", "--checkpoint.enable"]
     arguments += ["--checkpoint.interval", f"{SAVED}", "--job.dump_folder", folder]
-    arguments += [f"--comm.train_timeout_seconds={TIMEOUT}"]
+    arguments += [f"--comm.train_timeout_seconds={TIMEOUT}", f"--comm.init_timeout_seconds={AT_START}"]
     return train(LAYOUTS[name].processes, arguments, setup=report_saved, **kwargs)
 
 

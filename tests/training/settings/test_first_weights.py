@@ -136,10 +136,10 @@ def test_only_rank_0_speaks_and_all_ranks_must_agree(folder, caplog, monkeypatch
 
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(all_ranks, "rank_and_size", lambda: (1, 2))
-    monkeypatch.setattr(all_ranks, "gathered", lambda mine: [mine, mine])
+    monkeypatch.setattr(all_ranks, "_gathered_by_store", lambda mine: [mine, mine])
     check_first_weights(job(folder))
     assert not caplog.messages
-    monkeypatch.setattr(all_ranks, "gathered", lambda mine: [(None, "weights those of x"), mine])
+    monkeypatch.setattr(all_ranks, "_gathered_by_store", lambda mine: [(None, "weights those of x"), mine])
     ranks = (
         "weights those of x on rank 0, weights random, as nothing is loaded on rank 1; give every rank the same data"
     )

@@ -68,7 +68,7 @@ class RunLength:
             self._say_epochs()
         else:
             path = self.loader.dataset.records.paths
-            passes = agreed(path, self._count, lambda found: f"{found.packs:,} packs", patient=True)
+            passes = agreed(path, self._count, lambda found: f"{found.packs:,} packs")
             self._set(self._steps(passes.packs))
             self._say_steps(passes)
         if is_first_rank():

@@ -14,7 +14,7 @@ from torchtitan_magi.wording import quoted_path
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)
-_numbers = itertools.count()  # of the calls of _gathered_patiently, the same on all ranks
+_numbers = itertools.count()  # of what travels by the store, the same on all ranks
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -51,14 +51,13 @@ def on_first_rank(function: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def agreed(path: Any, make: Callable[[], T], identity: Callable[[T], Any], patient: bool = False) -> T:
-    """The result of make() on this rank. A collective of all ranks.
+def agreed(path: Any, make: Callable[[], T], identity: Callable[[T], Any]) -> T:
+    """The result of make() on this rank. A collective of all ranks, which may come hours apart: files take their time.
 
     Args:
         path: where the files are, for error texts.
         make: may raise ValueError.
         identity: of a result, what must be the same on every rank; it appears in the error text.
-        patient: whether ranks may come hours apart, which no collective waits for.
 
     Raises:
         ValueError: on all ranks, if make() raised on one of them or results differ.
@@ -69,7 +68,7 @@ def agreed(path: Any, make: Callable[[], T], identity: Callable[[T], Any], patie
     except ValueError as error:
         problem = str(error)
     mine = problem, None if result is None else identity(result)
-    found = _gathered_patiently(mine) if patient and rank_and_size()[1] > 1 else gathered(mine)
+    found = _gathered_by_store(mine)
     for problem, _ in found:
         if problem is not None:
             raise ValueError(problem)
@@ -83,8 +82,10 @@ def agreed(path: Any, make: Callable[[], T], identity: Callable[[T], Any], patie
     return result
 
 
-def _gathered_patiently(mine: Any) -> list[Any]:
-    """As ``gathered``, by the store in which the ranks met: rank 0 collects, and the others wait for what it found."""
+def _gathered_by_store(mine: Any) -> list[Any]:
+    """As ``gathered``, without a time-out: rank 0 collects what the others have, and they wait for what it found."""
+    if rank_and_size()[1] == 1:
+        return [mine]
     store, key = dist.group.WORLD.get_group_store(), f"torchtitan_magi/agreed/{next(_numbers)}"
     store.set(f"{key}/{dist.get_rank()}", pickle.dumps(mine))
     if dist.get_rank() == 0:
