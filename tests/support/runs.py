@@ -354,7 +354,6 @@ def _train_in_child(
 
     import torch.distributed as dist
     import torchtitan.train
-    import tyro
     from torchtitan.components import metrics
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
@@ -365,7 +364,7 @@ def _train_in_child(
     # Rank 0 waits two seconds for the others at the end of a run; wait for them instead.
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     ConfigManager.parse_args.__defaults__ = (arguments,)  # otherwise sys.argv at import time
-    tyro._docstrings.get_field_docstring = lambda *_: None  # help texts, for which it parses sources
+    _leave_help_texts_out()
     exact_gradient_norms()
     if layers is not None:
         for name in ("llama3", "qwen3"):
@@ -393,6 +392,7 @@ def _train_by_0_3(
 
     metrics.MetricsProcessor._build_metric_logger = _reporter(report)
     torchtitan.trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+    _leave_help_texts_out()
     exact_gradient_norms()
     if layers is not None:
         for name in ("llama3", "qwen3"):
@@ -402,6 +402,13 @@ def _train_by_0_3(
         setup(report)
     torchtitan_magi.titan.v03.trainer.main(arguments)
     assert not dist.is_initialized()
+
+
+def _leave_help_texts_out() -> None:
+    """Of options: tyro parses sources for them, a second a process."""
+    import tyro
+
+    tyro._docstrings.get_field_docstring = lambda *_: None
 
 
 def _cut(make: Callable, layers: int, **options: object) -> object:
