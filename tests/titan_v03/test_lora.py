@@ -104,7 +104,10 @@ def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
     assert sorted(found.get("target_parameters", [])) == sorted(parameters)
 
 
-@pytest.mark.parametrize("kind", marked_long(["gpt_oss", "deepseek_v3", "muse_glimmer", "qwen3_5"], ["muse_glimmer"]))
+TP_KINDS = ["gpt_oss", "deepseek_v3", "muse_glimmer", "qwen3_5"]
+
+
+@pytest.mark.parametrize("kind", marked_long(TP_KINDS, ["gpt_oss", "muse_glimmer"]))
 def test_adapters_train_alike_under_tensor_parallelism(kind):
     """Also where layers see this rank's tensors alone, or have no rows and columns to be split."""
     alike = [trained(kind, degrees)[0] for degrees in (CP, TP)]
@@ -182,6 +185,7 @@ def test_experts_of_the_frozen_model_keep_their_bias_and_count_the_policys_token
     """A preset flavor, whose bias torchtitan would move, and with it the reference."""
     options = ["--model.name", "qwen3", "--model.flavor", "debugmodel_moe", "--activation_checkpoint.mode", "none"]
     options += ["--training.dataset", "dpo", "--magi.lora.rank", "4", "--training.local_batch_size", "1"]
+    options += ["--training.steps", "2"]
     run = train(1, [*options, "--training.dataset_path", str(pairs_file())], setup=report_experts)
-    assert run.of("tokens") == [([256 * 8] * 2,)] * 3  # each token takes 8 experts
-    assert run.of("bias") == [([[0.0] * 64] * 2,)] * 3
+    assert run.of("tokens") == [([256 * 8] * 2,)] * 2  # each token takes 8 experts
+    assert run.of("bias") == [([[0.0] * 64] * 2,)] * 2

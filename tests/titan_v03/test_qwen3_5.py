@@ -18,7 +18,7 @@ LONG = pytest.mark.long
     [
         ("qwen3_5", {"ddp": 2, "cp": 2}, "--activation_checkpoint.mode full"),
         ("qwen3_5", {"cp": 4}, "--activation_checkpoint.mode auto --magi.keep attention"),
-        ("qwen3_5", {"tp": 2, "cp": 2}, "--activation_checkpoint.mode selective"),
+        pytest.param("qwen3_5", {"tp": 2, "cp": 2}, "--activation_checkpoint.mode selective", marks=LONG),
         ("qwen3_5", {"cp": 2}, f"{COMPILED} --activation_checkpoint.mode none"),
         pytest.param("qwen3_5", {"tp": 2, "cp": 2}, f"{COMPILED} --activation_checkpoint.mode selective", marks=LONG),
         ("qwen3_5_moe", {"ddp": 2, "dp": 2, "ep": 2}, "--activation_checkpoint.mode full"),

@@ -221,27 +221,32 @@ def test_computing_a_reference_file_leaves_the_counts_alone():
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_run_continues_under_another_layout_and_exports_the_same_weights():
+def saving(name, dump_folder):
     options = ["--training.steps", "4", "--checkpoint.interval", "2", "--checkpoint.last_save_in_hf"]
+    return moe(LAYOUTS[name], *options, "--checkpoint.no-load_only", "--job.dump_folder", dump_folder)
 
-    def run(name, dump_folder):
-        return moe(LAYOUTS[name], *options, "--checkpoint.no-load_only", "--job.dump_folder", dump_folder)
 
-    first = new_folder()
-    whole = run("cp2_ep2", first)
+@functools.cache
+def whole_run():
+    folder = new_folder()
+    return saving("cp2_ep2", folder), folder
+
+
+@pytest.mark.parametrize("name", marked_long(["cp2_ep2", "hsdp_ep2", WITH_TP], ["hsdp_ep2"]))
+def test_a_run_continues_under_another_layout_and_exports_the_same_weights(name):
+    whole, first = whole_run()
     exported = tensors_of(Path(f"{first}/checkpoint/step-4"))
     assert exported.keys() == tensors_of(folder()).keys()
-    for name in ("cp2_ep2", "hsdp_ep2", WITH_TP):
-        again = f"{first}/{name}"
-        shutil.copytree(f"{first}/checkpoint/step-2", f"{again}/checkpoint/step-2")
-        resumed = run(name, again)
-        if name == "cp2_ep2":
-            assert resumed.losses == whole.losses[2:]
-        assert max_relative_difference(resumed.losses, whole.losses[2:]) <= TOLERANCE
-        weights = tensors_of(Path(f"{again}/checkpoint/step-4"))
-        assert weights.keys() == exported.keys()
-        for key, weight in weights.items():
-            np.testing.assert_allclose(weight.numpy(), exported[key].numpy(), atol=1e-4, err_msg=f"{name} {key}")
+    again = f"{first}/{name}"
+    shutil.copytree(f"{first}/checkpoint/step-2", f"{again}/checkpoint/step-2")
+    resumed = saving(name, again)
+    if name == "cp2_ep2":
+        assert resumed.losses == whole.losses[2:]
+    assert max_relative_difference(resumed.losses, whole.losses[2:]) <= TOLERANCE
+    weights = tensors_of(Path(f"{again}/checkpoint/step-4"))
+    assert weights.keys() == exported.keys()
+    for key, weight in weights.items():
+        np.testing.assert_allclose(weight.numpy(), exported[key].numpy(), atol=1e-4, err_msg=key)
 
 
 # ------------------------------------------------------------------------------------------------- what is refused

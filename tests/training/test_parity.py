@@ -20,6 +20,7 @@ REFERENCES |= {name: layout.against for name, layout in ALL_LAYOUTS.items() if l
 
 
 LONG = {"cp2_ac_none", "cp2_ac_op", "cp2_no_overlap", "cp4_overlap_2", "cp2_positions_pack"}
+LONG |= {"dp2_cp2", "qwen3_cp2_tp2"}
 
 
 @pytest.mark.parametrize("name", marked_long(REFERENCES, LONG))
@@ -62,7 +63,10 @@ def in_chunks(report):
     logprobs.CHUNK_LOGITS = 100 * 2048  # 100 tokens of the debug model's vocabulary
 
 
-@pytest.mark.parametrize("name", ["cp1", "cp2_tp2", "dp2_cp2", "cp2_accumulation", "qwen3_tp2"])
+IN_CHUNKS = ["cp1", "cp2_tp2", "dp2_cp2", "cp2_accumulation", "qwen3_tp2"]
+
+
+@pytest.mark.parametrize("name", marked_long(IN_CHUNKS, ["dp2_cp2", "cp2_accumulation"]))
 def test_without_all_logits_it_is_the_training_of_torchtitan(name):
     run, stock = trained_anew(name, entry="torchtitan_magi.train", setup=in_chunks), trained(name)
     assert max_relative_difference(run.losses, stock.losses) <= 1e-5

@@ -41,7 +41,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("degrees", [{"dp": 2}, {"cp": 2, "tp": 2}])
+@pytest.mark.parametrize("degrees", [pytest.param({"dp": 2}, marks=pytest.mark.either), {"cp": 2, "tp": 2}])
 def test_given_steps_are_those_of_a_file(degrees, tmp_path):
     folder, path = make_hf_folder("llama", initializer_range=0.1), rollouts_file()
     options = [*hf_arguments(folder), *ARGUMENTS, "--training.dataset", "rollouts", "--training.seq_len", "1024"]

@@ -206,6 +206,7 @@ def report_packs(report):
     memory_log.decided = decided
 
 
+@pytest.mark.either
 def test_a_run_and_size_take_the_same_packs():
     options = "--activation_checkpoint.mode auto --training.local_batch_size 2 --training.global_batch_size 8"
     options = [*options.split(), "--parallelism.data_parallel_shard_degree", "2"]

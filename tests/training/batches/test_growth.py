@@ -11,6 +11,7 @@ from support.gpus import needs_two_gpus
 from support.jsonl import write_jsonl
 from support.runs import call, new_folder, train, watch
 
+pytestmark = pytest.mark.either
 STEPS, GC_FREQ = 1000, 50
 SETTLED = 250  # by then caches are full and allocators at their size
 TOKENS, HEADS, HEAD_DIM = 96, 2, 8

@@ -72,7 +72,7 @@ def trained(model, kind, degrees, *options, folder=None):
     return train(num_processes(degrees), arguments, layers=None, entry="torchtitan_magi.train")
 
 
-CASES = [("llama", kind, {}) for kind in KINDS]
+CASES = [pytest.param("llama", kind, {}, marks=pytest.mark.either) for kind in KINDS]
 CASES += [
     ("llama", "grpo", {"tp": 2, "cp": 2}),
     ("llama", "dapo", {"dp": 2, "cp": 2}),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.errors import run_ends
 from support.faults import report_saved
+from support.marks import marked_long
 from support.preference import DPO_TOML, NUM_PAIRS, STEPS, answers_data, arguments, copy_of_data, write_pairs
 from support.runs import TrainingError, new_folder, train, watch
 
@@ -87,7 +88,10 @@ def first_step(name):
     return np.array([found[record] for record in range(NUM_PAIRS)]).transpose(1, 0, 2)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+LONG = {"cp4", "dp2", "ddp2"}
+
+
+@pytest.mark.parametrize("name", marked_long(VARIANTS, LONG))
 def test_the_first_loss_is_ln_2_and_the_policy_the_reference(name):
     assert trained(name).losses[0] == pytest.approx(math.log(2), abs=1e-6)
     policy, reference = first_step(name)
@@ -98,7 +102,7 @@ def test_the_first_loss_is_ln_2_and_the_policy_the_reference(name):
     assert len(np.unique(policy)) == 2 * NUM_PAIRS
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "cp1"])
+@pytest.mark.parametrize("name", marked_long([name for name in VARIANTS if name != "cp1"], LONG))
 def test_it_is_the_training_of_one_process(name):
     ours, one = trained(name), trained("cp1")
     np.testing.assert_allclose(first_step(name)[0], first_step("cp1")[0], rtol=1e-5)
@@ -130,6 +134,7 @@ def test_its_metrics_are_those_of_one_process(name):
         assert largest == pytest.approx(trained(name).losses)
 
 
+@pytest.mark.either
 def test_accuracy_grows_on_a_toy_preference_set():
     run = dpo(1, [*arguments({}, steps=12), "--optimizer.lr", "2e-3", "--checkpoint.load_only"])
     accuracy = [values["rewards/accuracies"] for values in run.metrics]
@@ -249,6 +254,7 @@ def trained_on_answers(packs, *options, **degrees):
 FILE = ("--magi.dpo.reference", "file")
 
 
+@pytest.mark.either
 @pytest.mark.parametrize(
     ("packs", "options", "degrees"),
     [
@@ -257,7 +263,7 @@ FILE = ("--magi.dpo.reference", "file")
         pytest.param("whole", (), {"dp": 2}, marks=pytest.mark.long),
         ("whole", FILE, {"dp": 2, "cp": 2}),
         ("separate", (), {"cp": 2}),
-        ("whole", ("--magi.dpo.loss", "ipo"), {"cp": 2}),
+        pytest.param("whole", ("--magi.dpo.loss", "ipo"), {"cp": 2}, marks=pytest.mark.long),
     ],
 )
 def test_several_answers_train_as_a_record_for_each_pair(packs, options, degrees):
@@ -279,7 +285,8 @@ def test_several_answers_train_as_a_record_for_each_pair(packs, options, degrees
                 assert ours[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
 
 
-@pytest.mark.parametrize("reference", ["model", "file"])
+@pytest.mark.either
+@pytest.mark.parametrize("reference", marked_long(["model", "file"], ["file"]))
 def test_a_killed_run_on_several_answers_continues(reference):
     folder = copy_of_data(answers_data()[0])
     options = [*arguments({}, folder=folder, steps=4), "--checkpoint.interval", "2", "--magi.dpo.reference", reference]
@@ -292,6 +299,7 @@ def test_a_killed_run_on_several_answers_continues(reference):
     assert resumed.grad_norms == whole.grad_norms[2:]
 
 
+@pytest.mark.either
 def test_the_reference_file_of_several_answers_has_a_column_for_each_pair():
     """Whoever reads the pairs; those of a record in their order, and zeros behind the last."""
     tables = []

@@ -178,7 +178,9 @@ def cases(layouts: dict[str, tuple[dict[str, int], ...]], long: tuple[str, ...] 
 
 
 LONG = ("qwen3_5-cp2", "qwen3_5-dp2-cp2", "qwen3_5_moe-cp2", "gpt_oss-cp2", "muse_glimmer-cp2", "kimi_k2_7-cp2")
-LONG += ("tied_llama-cp2", "tied_qwen3-cp2", "yarn_qwen3")
+LONG += ("tied_llama-cp2", "tied_llama-dp2", "tied_qwen3-cp2", "tied_qwen3-tp2-cp2", "yarn_qwen3", "linear_qwen3-cp2")
+LONG += ("llama-tp2-cp2", "qwen3-cp2", "qwen3_moe-cp2", "qwen3_moe-dp2-ep2", "qwen3_moe-cp2-ep2", "qwen3_5-tp2-cp2")
+LONG += ("muse_glimmer-dp2", "kimi_k2_7-tp2-ep2")
 
 
 @pytest.mark.parametrize(("name", "degrees"), cases(SFT, LONG))
@@ -186,7 +188,7 @@ def test_sft_is_that_of_transformers(name, degrees):
     assert_trains_as(expected("sft", name), "sft", name, degrees)
 
 
-@pytest.mark.parametrize(("name", "degrees"), cases(TREES))
+@pytest.mark.parametrize(("name", "degrees"), cases(TREES, ("llama", "llama-cp2")))
 def test_sft_on_trees_is_that_of_transformers_on_each_record_by_itself(name, degrees):
     seq_len, per = 1024, "document" if degrees.get("tp") else "token"
     path = trees_file(has_weights=False)
@@ -195,7 +197,10 @@ def test_sft_on_trees_is_that_of_transformers_on_each_record_by_itself(name, deg
     assert_trains_as(alone, "sft", name, degrees, "--magi.share_prefixes", *options)
 
 
-@pytest.mark.parametrize(("name", "degrees"), cases(DPO, ("qwen3_5-cp2",)))
+LONG_DPO = ("llama-cp2", "qwen3_moe-dp2-ep2", "qwen3_moe-cp2-ep2", "qwen3_5", "qwen3_5-cp2")
+
+
+@pytest.mark.parametrize(("name", "degrees"), cases(DPO, LONG_DPO))
 def test_dpo_is_that_of_trl(name, degrees):
     assert_trains_as(expected("dpo", name, "sigmoid", True), "dpo", name, degrees)
 

@@ -16,6 +16,7 @@ from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from layouts import TOLERANCE, max_relative_difference  # isort: skip
 
 SEQ_LEN = 2048
+pytestmark = pytest.mark.either
 
 
 @functools.cache
@@ -27,7 +28,8 @@ def packs_per_epoch(shared, path=None):
 
 
 def trained(name, *options, shared, path=None, **kwargs):
-    options = [*options, "--training.dataset_path", str(path or trees_file()), "--magi.no-shuffle"]
+    options = ["--training.steps", "2", *options, "--training.dataset_path", str(path or trees_file())]
+    options += ["--magi.no-shuffle"]
     options += ["--training.local_batch_size", "1"]
     options += ["--training.global_batch_size", str(packs_per_epoch(shared, path))]
     options += ["--training.seq_len", str(SEQ_LEN), *(["--magi.share_prefixes"] if shared else [])]
@@ -43,7 +45,9 @@ def test_trees_take_fewer_packs():
     assert packs_per_epoch(True) < 0.6 * packs_per_epoch(False)
 
 
-CASES = [("cp1", "token"), ("cp1", "document"), ("cp2", "token"), ("cp2_tp2", "document")]
+LONG = pytest.mark.long
+CASES = [("cp1", "token"), pytest.param("cp1", "document", marks=LONG), pytest.param("cp2", "token", marks=LONG)]
+CASES += [("cp2_tp2", "document")]
 
 
 @pytest.mark.parametrize(("name", "per"), CASES)

@@ -69,6 +69,7 @@ def test_an_own_flavor_trains(folder):
     assert SAID + "2" * (not IS_0_3) in trained.output
 
 
+@pytest.mark.either
 def test_train_sh_finds_the_module_in_the_folder_of_its_caller(folder):
     path = changed(folder, ("[magi]", '[magi]\nimports = ["my_package"]'))
     command = ["bash", ROOT / "scripts" / "train.sh", path.name, *USED, "--job.dump_folder", folder / "run"]
