@@ -41,6 +41,13 @@ def test_degrees_that_the_model_does_not_divide_by_are_named(kind, degree, messa
         train(4, [*model, "--training.dataset_path", f"{corpus()}/train.jsonl"], layers=None)
 
 
+def test_optimizer_states_that_there_are_not_on_a_device_are_named():
+    states = ["--optimizer.implementation", "fused_opt_states_bf16"]
+    with run_ends('which torch .* does not have on the CPU, where the optimizer runs; set it to "fused"'):
+        train(1, states)
+    assert len(train(1, [*states, "--training.dtype", "bfloat16"]).losses) == 3
+
+
 def test_weights_that_nothing_loads_end_the_run_before_the_first_step():
     model = [*hf_arguments(make_hf_folder("llama")), "--training.dataset_path", f"{corpus()}/train.jsonl"]
     with pytest.raises(TrainingError, match=r"holds weights \(model.safetensors\), but nothing loads them; add enable"):

@@ -27,7 +27,7 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
     ObjectiveLoss,
 )
-from torchtitan_magi.titan.v03.config import job_of, trainer_options
+from torchtitan_magi.titan.v03.config import check_states, job_of, trainer_options
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.titan.v03.toml_sections import read_job_config
 from torchtitan_magi.training.batches.pack_loader import TextLoader
@@ -121,6 +121,8 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
     def _check_version(self, job: Any) -> None:
         for group in self.config.optimizer.param_groups:
             check_finite("optimizer.lr", group.optimizer_kwargs.get("lr", 0.0))
+        device = "cpu" if job.training.enable_cpu_offload else utils.device_type
+        check_states(self.config.optimizer.implementation, TORCH_DTYPE_MAP[job.training.dtype], device)
         degrees.check_pipeline(job, self.model_facts)
 
     def _open_data(self, dims: ParallelDims) -> None:
