@@ -16,6 +16,10 @@ from support.runs import DEBUG_TOML, IS_0_3, corpus
         ("--training.dataset c4_test --magi.epochs 2", ["epochs is 2, but training.dataset 'c4_test' has none"]),
         ("--magi.cost_model no.json", ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
         ("--training.enable_cpu_offload", ["training.enable_cpu_offload is true", "no GPU", "set it to false"]),
+        (
+            "--activation_checkpoint.mode auto --activation_checkpoint.debug",
+            ["debug is true, but mode 'auto'", '"full"'],
+        ),
         ("--training.dataset_path=", ["training.dataset_path is ''", "give the JSONL file of dataset 'sft'"]),
         ("--training.dataset_path no.jsonl", ["'no.jsonl': No such file", "check the path"]),
         ("--validation.enable --validation.dataset sft", ["validation.dataset_path is None", "give the JSONL file"]),

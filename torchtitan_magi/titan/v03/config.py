@@ -151,8 +151,8 @@ def _checkpointing(section: Any) -> Any:
 
 def _checkpointing_section(config: Any) -> Any:
     mode = next((mode for mode, kind in CHECKPOINTING.items() if isinstance(config, kind)), "none")
-    budget = getattr(config, "memory_budget", 1.0)
-    return SimpleNamespace(mode=mode, selective_ac_option="op", memory_budget=budget)
+    budget, debug = getattr(config, "memory_budget", 1.0), getattr(config, "debug", False)
+    return SimpleNamespace(mode=mode, selective_ac_option="op", memory_budget=budget, debug=debug)
 
 
 def job_of(config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of the sections [training] and [validation]."""
+"""Checks of the sections [training], [validation] and [activation_checkpoint]."""
 
 import os
 from collections.abc import Iterable
@@ -33,7 +33,17 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
     if job_config.validation.enable:
         _check_section(job_config, "validation", titans)
         _check_validation(job_config)
+    _check_checkpointing(job_config.activation_checkpoint)
     _check_objective(job_config, has_objectives)
+
+
+def _check_checkpointing(section: Any) -> None:
+    by_tensor = section.mode == "auto" or (section.mode == "selective" and section.selective_ac_option == "op")
+    if section.debug and by_tensor:
+        raise ValueError(  # so says torch.utils.checkpoint, in the first step
+            f"activation_checkpoint.debug is true, but mode {quoted(section.mode)} chooses by tensor what layers keep; "
+            'set mode to "full" or debug to false'
+        )
 
 
 def _check_batch(job_config: Any) -> None:
