@@ -20,6 +20,12 @@ from support.runs import DEBUG_TOML, IS_0_3, corpus
             "--activation_checkpoint.mode auto --activation_checkpoint.debug",
             ["debug is true, but mode 'auto'", '"full"'],
         ),
+        ("--magi.dpo.loss ipo", ["magi.dpo.loss is 'ipo', but training.dataset is 'sft'; set that to 'dpo', or leave"]),
+        ("--magi.rollouts.on_policy", ["rollouts.on_policy is True, but training.dataset is 'sft'; set that to"]),
+        (
+            "--magi.lora.alpha 32",
+            ["magi.lora.alpha is 32.0, but magi.lora.rank is 0; give a rank such as 16, or leave"],
+        ),
         ("--training.dataset_path=", ["training.dataset_path is ''", "give the JSONL file of dataset 'sft'"]),
         ("--training.dataset_path no.jsonl", ["'no.jsonl': No such file", "check the path"]),
         ("--validation.enable --validation.dataset sft", ["validation.dataset_path is None", "give the JSONL file"]),

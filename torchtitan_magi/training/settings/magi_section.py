@@ -10,7 +10,7 @@ from typing import Literal, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
-from torchtitan_magi.training.settings.options import EXPERTS, LoRA, Magi
+from torchtitan_magi.training.settings.options import DPO_DATASET, EXPERTS, ROLLOUTS_DATASET, LoRA, Magi
 from torchtitan_magi.training.settings.values import is_of, words_for
 from torchtitan_magi.wording import quoted, quoted_path
 
@@ -58,6 +58,26 @@ def _check_date(day: str) -> None:
             date.fromisoformat(day)
     except (TypeError, ValueError):
         raise ValueError(f'magi.template_date is {quoted(day)}; use a date such as "2024-07-26"') from None
+
+
+def check_options_are_used(magi: Magi, dataset: str) -> None:
+    """Checks that no option asks in vain for something that this run does not do. Raises ValueError as
+    ``check_options``.
+
+    Args:
+        dataset: of [training].
+    """
+    other = f"training.dataset is {quoted(dataset)}"
+    for name, is_used, why, remedy in (
+        ("dpo", dataset == DPO_DATASET, other, f"set that to {quoted(DPO_DATASET)}"),
+        ("rollouts", dataset == ROLLOUTS_DATASET, other, f"set that to {quoted(ROLLOUTS_DATASET)}"),
+        ("lora", bool(magi.lora.rank), "magi.lora.rank is 0", "give a rank such as 16"),
+    ):
+        options = getattr(magi, name)
+        for option in fields(options):
+            value = getattr(options, option.name)
+            if not is_used and value != getattr(type(options)(), option.name):
+                raise ValueError(f"magi.{name}.{option.name} is {quoted(value)}, but {why}; {remedy}, or leave it out")
 
 
 def check_options_for_pairs(magi: Magi) -> None:

@@ -5,7 +5,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchtitan_magi.training.process.all_ranks import rank_and_size
-from torchtitan_magi.training.settings.magi_section import check_options_for_pairs, check_options_for_rollouts
+from torchtitan_magi.training.settings.magi_section import (
+    check_options_are_used,
+    check_options_for_pairs,
+    check_options_for_rollouts,
+)
 from torchtitan_magi.training.settings.options import DPO_DATASET, OUR_DATASETS, ROLLOUTS_DATASET, SFT_DATASET
 from torchtitan_magi.wording import quoted, quoted_path
 
@@ -29,6 +33,7 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
         ValueError: one line that names the value and the remedy.
     """
     _check_section(job_config, "training", titans)
+    check_options_are_used(job_config.magi, job_config.training.dataset)
     _check_batch(job_config)
     if job_config.validation.enable:
         _check_section(job_config, "validation", titans)
