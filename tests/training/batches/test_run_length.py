@@ -3,15 +3,12 @@
 import json
 import logging
 import re
-import time
-from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from support.corpus import chat_tokenizer, make_corpus
 from support.streams import resume, take, with_small_blocks
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,7 +17,6 @@ from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, TokenizedD
 from torchtitan_magi.data.packs import prefix_trees, stream
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.batches.run_length import DEFAULT_STEPS, DEFAULT_WARMUP, RunLength
-from torchtitan_magi.training.process.all_ranks import agreed
 
 blocks = with_small_blocks(400)
 SEQ_LEN = 64
@@ -149,31 +145,6 @@ def test_lower_steps_end_the_run_and_only_their_packs_are_counted(folder, caplog
 def test_a_record_that_is_found_bad_while_counting_ends_the_run(folder):
     with pytest.raises(ValueError, match=r"bad.jsonl:10: not JSON"):
         begun(loader_of(folder, names="bad.jsonl", check=False))
-
-
-def agreements():
-    """Ranks of which the last comes later than a collective waits: on the number, on different ones, on an error."""
-    rank, found = dist.get_rank(), []
-
-    def number(wrong):
-        time.sleep(1.2 if rank == 2 and not wrong else 0)
-        if rank == 1 and wrong == "error":
-            raise ValueError("data.jsonl:7: not JSON")
-        return 7 + (wrong == "number" and rank == 2)
-
-    dist.group.WORLD.set_timeout(timedelta(seconds=1))
-    for wrong in ("", "number", "error"):
-        try:
-            found.append(agreed("data", lambda wrong=wrong: number(wrong), lambda n: f"{n} packs"))
-        except ValueError as error:
-            found.append(str(error))
-    dist.group.WORLD.set_timeout(timedelta(seconds=1800))
-    return found
-
-
-def test_ranks_agree_without_a_time_out(three_ranks):
-    different = "'data' has 7 packs on rank 0, 8 packs on rank 2; give every rank the same data"
-    assert three_ranks.run(agreements) == [[7, different, "data.jsonl:7: not JSON"]] * 3
 
 
 @pytest.mark.parametrize(

@@ -133,13 +133,14 @@ def test_a_run_that_saves_nothing_says_so(folder, caplog, options, said):
 
 def test_only_rank_0_speaks_and_all_ranks_must_agree(folder, caplog, monkeypatch):
     from torchtitan_magi.training.process import all_ranks
+    from torchtitan_magi.training.settings import first_weights
 
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(all_ranks, "rank_and_size", lambda: (1, 2))
-    monkeypatch.setattr(all_ranks, "_gathered_by_store", lambda mine: [mine, mine])
+    monkeypatch.setattr(first_weights, "is_first_rank", lambda: False)
+    monkeypatch.setattr(all_ranks._Meeting, "gathered", lambda _, mine: [mine, mine])
     check_first_weights(job(folder))
     assert not caplog.messages
-    monkeypatch.setattr(all_ranks, "_gathered_by_store", lambda mine: [(None, "weights those of x"), mine])
+    monkeypatch.setattr(all_ranks._Meeting, "gathered", lambda _, mine: [(None, "weights those of x"), mine])
     ranks = (
         "weights those of x on rank 0, weights random, as nothing is loaded on rank 1; give every rank the same data"
     )
