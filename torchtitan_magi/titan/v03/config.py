@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import OverrideConfig
@@ -112,34 +111,6 @@ def _optimizer(section: Any) -> OptimizersContainer.Config:
     options = {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
     groups = [ParamGroupConfig(pattern=".*", optimizer_name=section.name, optimizer_kwargs=options)]
     return OptimizersContainer.Config(param_groups=groups, implementation=section.implementation)
-
-
-def check_states(implementation: str, weights: torch.dtype, device: str) -> None:
-    """Checks that the optimizer takes the states which an implementation of it makes. Of 16 bits beside weights of 32
-    they are for GPUs, and not in every torch.
-
-    Args:
-        implementation: of [optimizer].
-        weights: their dtype.
-        device: where the optimizer runs.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
-    if implementation != "fused_opt_states_bf16":
-        return
-    weight = torch.nn.Parameter(torch.ones(1, dtype=weights, device=device))
-    moments = {name: torch.zeros(1, dtype=torch.bfloat16, device=device) for name in ("exp_avg", "exp_avg_sq")}
-    weight.grad, optimizer = torch.ones_like(weight), torch.optim.AdamW([weight], fused=True)
-    optimizer.state[weight] = {"step": torch.zeros((), device=device), **moments}
-    try:
-        optimizer.step()
-    except RuntimeError:
-        where = "the CPU, where the optimizer runs" if device == "cpu" else "GPUs"
-        raise ValueError(
-            f'optimizer.implementation is "{implementation}", which torch {torch.__version__} does not have on '
-            f'{where}; set it to "fused"'
-        ) from None
 
 
 def _checkpointing(section: Any) -> Any:

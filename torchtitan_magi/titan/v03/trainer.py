@@ -27,7 +27,7 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
     ObjectiveLoss,
 )
-from torchtitan_magi.titan.v03.config import check_states, job_of, trainer_options
+from torchtitan_magi.titan.v03.config import job_of, trainer_options
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.titan.v03.toml_sections import read_job_config
 from torchtitan_magi.training.batches.pack_loader import TextLoader
@@ -48,6 +48,7 @@ from torchtitan_magi.training.run_parts import RunParts
 from torchtitan_magi.training.settings import degrees
 from torchtitan_magi.training.settings.checks import check_settings
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
+from torchtitan_magi.training.settings.optimizer import check_states
 from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.sections import check_launcher
 from torchtitan_magi.training.settings.values import check_finite

@@ -1,0 +1,31 @@
+"""Checks of the section [optimizer]."""
+
+import torch
+
+
+def check_states(implementation: str, weights: torch.dtype, device: str) -> None:
+    """Checks that the optimizer takes the states which an implementation of it makes. Of 16 bits beside weights of 32
+    they are for GPUs, and not in every torch.
+
+    Args:
+        implementation: of [optimizer].
+        weights: their dtype.
+        device: where the optimizer runs.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if implementation != "fused_opt_states_bf16":
+        return
+    weight = torch.nn.Parameter(torch.ones(1, dtype=weights, device=device))
+    moments = {name: torch.zeros(1, dtype=torch.bfloat16, device=device) for name in ("exp_avg", "exp_avg_sq")}
+    weight.grad, optimizer = torch.ones_like(weight), torch.optim.AdamW([weight], fused=True)
+    optimizer.state[weight] = {"step": torch.zeros((), device=device), **moments}
+    try:
+        optimizer.step()
+    except RuntimeError:
+        where = "the CPU, where the optimizer runs" if device == "cpu" else "GPUs"
+        raise ValueError(
+            f'optimizer.implementation is "{implementation}", which torch {torch.__version__} does not have on '
+            f'{where}; set it to "fused"'
+        ) from None
