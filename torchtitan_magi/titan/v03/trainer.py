@@ -122,8 +122,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
     def _check_version(self, job: Any) -> None:
         for group in self.config.optimizer.param_groups:
             check_finite("optimizer.lr", group.optimizer_kwargs.get("lr", 0.0))
-        device = "cpu" if job.training.enable_cpu_offload else utils.device_type
-        check_states(self.config.optimizer.implementation, TORCH_DTYPE_MAP[job.training.dtype], device)
+        check_states(self.config.optimizer.implementation, job.training, utils.device_type)
         degrees.check_pipeline(job, self.model_facts)
 
     def _open_data(self, dims: ParallelDims) -> None:

@@ -1,23 +1,26 @@
 """Checks of the section [optimizer]."""
 
+from typing import Any
+
 import torch
 
 
-def check_states(implementation: str, weights: torch.dtype, device: str) -> None:
+def check_states(implementation: str, training: Any, device_type: str) -> None:
     """Checks that the optimizer takes the states which an implementation of it makes. Of 16 bits beside weights of 32
     they are for GPUs, and not in every torch.
 
     Args:
         implementation: of [optimizer].
-        weights: their dtype.
-        device: where the optimizer runs.
+        training: the section.
+        device_type: that of torchtitan's tools.
 
     Raises:
         ValueError: one line that names the value and the remedy.
     """
     if implementation != "fused_opt_states_bf16":
         return
-    weight = torch.nn.Parameter(torch.ones(1, dtype=weights, device=device))
+    device = "cpu" if training.enable_cpu_offload else device_type
+    weight = torch.nn.Parameter(torch.ones(1, dtype=getattr(torch, training.dtype), device=device))
     moments = {name: torch.zeros(1, dtype=torch.bfloat16, device=device) for name in ("exp_avg", "exp_avg_sq")}
     weight.grad, optimizer = torch.ones_like(weight), torch.optim.AdamW([weight], fused=True)
     optimizer.state[weight] = {"step": torch.zeros((), device=device), **moments}
