@@ -49,7 +49,7 @@ def signs_of_life():
             time.sleep(0.01)
         return life
 
-    before, all_ranks.SILENCE = all_ranks.SILENCE, 1.0  # one in a tenth of it
+    before, all_ranks.SILENCE = all_ranks.SILENCE, 10.0  # a sign in each tenth of it
     made = agreed("data", make, lambda _: "packs")
     all_ranks.SILENCE = before
     return len(signs), made.is_alive()
