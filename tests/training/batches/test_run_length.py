@@ -168,6 +168,15 @@ def test_warm_up_ends_before_the_run(folder, caplog, options, warmup, said):
     assert ("arm-up" in caplog.text) == bool(said)
 
 
+def test_a_learning_rate_that_is_planned_for_fewer_steps_is_named(folder):
+    """Behind them torchtitan's is negative."""
+    begun(loader_of(folder), total_steps=1000)
+    with pytest.raises(
+        ValueError, match=r"total_steps is 7, but the run has \d+ steps; use at least as many, or leave"
+    ):
+        begun(loader_of(folder), total_steps=7)
+
+
 def test_a_run_without_epochs_says_how_many_it_has(folder, caplog, monkeypatch):
     """Exactly where tokens are there, else about when the first batch is; and it warns of many."""
     caplog.set_level(logging.INFO)

@@ -26,6 +26,10 @@ from support.runs import DEBUG_TOML, IS_0_3, corpus
             "--magi.lora.alpha 32",
             ["magi.lora.alpha is 32.0, but magi.lora.rank is 0; give a rank such as 16, or leave"],
         ),
+        (
+            "--lr_scheduler.total_steps 99 --training.steps 100",
+            ["lr_scheduler.total_steps is 99, but the run has 100 steps; use at least as many, or leave it out"],
+        ),
         ("--training.dataset_path=", ["training.dataset_path is ''", "give the JSONL file of dataset 'sft'"]),
         ("--training.dataset_path no.jsonl", ["'no.jsonl': No such file", "check the path"]),
         ("--validation.enable --validation.dataset sft", ["validation.dataset_path is None", "give the JSONL file"]),

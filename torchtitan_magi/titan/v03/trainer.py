@@ -51,7 +51,7 @@ from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.optimizer import check_states
 from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.sections import check_launcher
-from torchtitan_magi.training.settings.values import check_finite
+from torchtitan_magi.training.settings.values import check_number
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 
 
@@ -121,7 +121,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
 
     def _check_version(self, job: Any) -> None:
         for group in self.config.optimizer.param_groups:
-            check_finite("optimizer.lr", group.optimizer_kwargs.get("lr", 0.0))
+            check_number("optimizer.lr", group.optimizer_kwargs.get("lr", 0.0))
         check_states(self.config.optimizer.implementation, job.training, utils.device_type)
         degrees.check_pipeline(job, self.model_facts)
 

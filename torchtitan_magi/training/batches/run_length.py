@@ -13,6 +13,7 @@ from tqdm import tqdm
 from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank
+from torchtitan_magi.training.settings.options import check_schedule
 from torchtitan_magi.wording import amount
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class RunLength:
         without a time-out until each of them has the plans of all packs.
 
         Raises:
-            ValueError: on all ranks, for a bad record that is found meanwhile, or ranks that count differently.
+            ValueError: on all ranks, for a bad record that is found meanwhile, ranks that count differently, or more
+                steps than lr_scheduler.total_steps.
         """
         if self.epochs == -1:
             self._set(self.steps_given)
@@ -105,6 +107,7 @@ class RunLength:
     def _set(self, steps: int) -> None:
         scheduler = self.sections.lr_scheduler
         self.sections.training.steps = steps
+        check_schedule(scheduler.total_steps, steps)
         length = scheduler.total_steps or steps
         is_left = self.warmup_given == DEFAULT_WARMUP and length <= DEFAULT_WARMUP
         scheduler.warmup_steps = length // 5 if is_left else self.warmup_given

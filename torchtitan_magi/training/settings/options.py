@@ -177,3 +177,19 @@ def has_reference(job_config: Any) -> bool:
     """Whether the loss compares the policy with the initial weights."""
     dataset, magi = job_config.training.dataset, job_config.magi
     return dataset == DPO_DATASET or (dataset == ROLLOUTS_DATASET and magi.rollouts.beta > 0)
+
+
+def check_schedule(total: int | None, steps: int) -> None:
+    """Checks that the learning rate is planned for all steps of a run: behind its last one torchtitan's is negative.
+
+    Args:
+        total: lr_scheduler.total_steps.
+        steps: of the run.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if total is not None and total < steps:
+        raise ValueError(
+            f"lr_scheduler.total_steps is {total}, but the run has {steps} steps; use at least as many, or leave it out"
+        )

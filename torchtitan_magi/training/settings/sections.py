@@ -10,7 +10,14 @@ from torchtitan_magi.training.settings.magi_section import (
     check_options_for_pairs,
     check_options_for_rollouts,
 )
-from torchtitan_magi.training.settings.options import DPO_DATASET, OUR_DATASETS, ROLLOUTS_DATASET, SFT_DATASET
+from torchtitan_magi.training.settings.options import (
+    DPO_DATASET,
+    OUR_DATASETS,
+    ROLLOUTS_DATASET,
+    SFT_DATASET,
+    check_schedule,
+)
+from torchtitan_magi.training.settings.values import check_number
 from torchtitan_magi.wording import quoted, quoted_path
 
 ENTRY = "torchrun -m torchtitan_magi.train"
@@ -33,6 +40,9 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
         ValueError: one line that names the value and the remedy.
     """
     _check_section(job_config, "training", titans)
+    check_number("training.max_norm", job_config.training.max_norm)
+    if job_config.magi.epochs == -1:  # else the data say how many steps there are
+        check_schedule(job_config.lr_scheduler.total_steps, job_config.training.steps)
     check_options_are_used(job_config.magi, job_config.training.dataset)
     _check_batch(job_config)
     if job_config.validation.enable:

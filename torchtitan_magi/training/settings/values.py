@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -48,6 +48,20 @@ LEAST: tuple[tuple[str, int, int | None], ...] = (
     ("parallelism.expert_tensor_parallel_degree", 1, None),
 )
 UNLIMITED = "training.max_norm"  # inf: no gradient is too long
+SHARE = (lambda x: 0 <= x <= 1), "a number from 0 to 1"
+# other numbers, with which a run would go on: to no end, away from it, or to no numbers
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    UNLIMITED: ((lambda x: x > 0), "a number above 0; inf leaves gradients as they are"),
+    "optimizer.lr": ((lambda x: x >= 0), "a number of at least 0"),
+    "optimizer.beta1": ((lambda x: 0 <= x < 1), "a number of at least 0 and below 1"),
+    "optimizer.beta2": ((lambda x: 0 <= x < 1), "a number of at least 0 and below 1"),
+    "optimizer.eps": ((lambda x: x > 0), "a number above 0, such as 1e-8"),
+    "optimizer.weight_decay": ((lambda x: x >= 0), "a number of at least 0"),
+    "lr_scheduler.decay_ratio": SHARE,
+    "lr_scheduler.min_lr_factor": SHARE,
+    "activation_checkpoint.memory_budget": SHARE,
+    "magi.lora.alpha": ((lambda x: x > 0), "a number above 0, such as twice the rank"),
+}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -148,7 +162,7 @@ def check_values(job_config: Any) -> None:
     if seed is not None and not 0 <= seed < 2**64:
         raise ValueError(f"debug.seed is {quoted(seed)}; use a whole number of 0 to 2**64 - 1, or leave it out")
     for option, number in _numbers(job_config, ""):
-        check_finite(option, number)
+        check_number(option, number)
     if job_config.metrics.enable_wandb and find_spec("wandb") is None:  # torchtitan goes on without it
         raise ValueError(
             "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false"
@@ -156,17 +170,19 @@ def check_values(job_config: Any) -> None:
     check_writable(job_config.job.dump_folder)
 
 
-def check_finite(option: str, value: float) -> None:
-    """Raises ValueError for a number that no training goes on with."""
+def check_number(option: str, value: float) -> None:
+    """Raises ValueError, one line, for a number that nobody trains with."""
     if math.isnan(value) or (math.isinf(value) and option != UNLIMITED):
         raise ValueError(f"{option} is {value}; use a finite number")
+    if option in RANGES and not RANGES[option][0](value):
+        raise ValueError(f"{option} is {value}; use {RANGES[option][1]}")
 
 
 def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
-    """The options that are no whole numbers; [magi.dpo] has checks of its own."""
+    """The options that are numbers; [magi.dpo] has checks of its own."""
     for field in fields(section):
         value = getattr(section, field.name)
-        if isinstance(value, float):
+        if type(value) in (int, float):
             yield f"{prefix}{field.name}", value
         elif is_dataclass(value) and not isinstance(value, DPO):
             yield from _numbers(value, f"{prefix}{field.name}.")
