@@ -188,7 +188,10 @@ def dpo_alone(num_answers):
     return run({}, *pairs(num_answers))
 
 
-@pytest.mark.parametrize(("degrees", "num_answers"), [({"pp": 2, "cp": 2}, 2), ({"pp": 2, "cp": 2}, 4)])
+@pytest.mark.parametrize(
+    ("degrees", "num_answers"),
+    [({"pp": 2, "cp": 2}, 2), pytest.param({"tp": 2}, 2, marks=pytest.mark.long), ({"pp": 2, "cp": 2}, 4)],
+)
 def test_the_frozen_copy_of_dpo_is_laid_out_like_the_policy(degrees, num_answers):
     one, found = dpo_alone(num_answers), run(degrees, *pairs(num_answers))
     check(found, one)

@@ -10,9 +10,11 @@ from support.hf_models import hf_arguments, make_hf_folder
 from support.parity import difference
 from support.processes import torchrun
 from support.runs import TrainingError, corpus, new_folder, on_corpus, train
+from torchtitan.components.optimizer import ParamGroupConfig
 
 from torchtitan_magi.training.batches.microbatch import Microbatch
 from torchtitan_magi.training.batches.pack_loader import TextLoader
+from torchtitan_magi.training.settings.optimizer import check_groups
 
 
 def test_degrees_that_are_not_as_many_as_processes_are_named():
@@ -46,6 +48,22 @@ def test_optimizer_states_that_there_are_not_on_a_device_are_named():
     with run_ends('which torch .* does not have on the CPU, where the optimizer runs; set it to "fused"'):
         train(1, states)
     assert len(train(1, [*states, "--training.dtype", "bfloat16"]).losses) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1e-5}, "optimizer.lr is -1e-05; use a number of at least 0"),
+        ({"lr": 1e-5, "betas": (0.9, 1.0)}, "optimizer.beta2 is 1.0; use"),
+        ({"lr": 1e-5, "eps": 0.0}, "optimizer.eps is 0.0; use a number above 0"),
+        ({"lr": 1e-5, "weight_decay": -0.1}, "optimizer.weight_decay is -0.1; use"),
+    ],
+)
+def test_numbers_that_a_program_gives_the_optimizer_are_checked(options, message):
+    good = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-5, "betas": (0.9, 0.95)})
+    check_groups([good])
+    with pytest.raises(ValueError, match=message):
+        check_groups([good, ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=options)])
 
 
 def test_weights_that_nothing_loads_end_the_run_before_the_first_step():

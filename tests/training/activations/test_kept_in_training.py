@@ -61,8 +61,9 @@ def few_experts():
 def run(keep, processes=1, options=""):
     mode = "none" if keep is None else "auto"
     arguments = ["--activation_checkpoint.mode", mode]
+    made = {"PAIRS": lambda: [str(pairs_file())], "EXPERTS": few_experts}
     for option in options.split():
-        arguments += {"PAIRS": [str(pairs_file())], "EXPERTS": few_experts()}.get(option, [option])
+        arguments += made[option]() if option in made else [option]
     arguments += [] if keep is None else ["--magi.keep", keep]
     return train(processes, arguments, layers=4, entry="torchtitan_magi.train", setup=offload_everything)
 

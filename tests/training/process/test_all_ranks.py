@@ -96,3 +96,9 @@ def test_a_rank_that_is_gone_is_not(meeting, last):
     with pytest.raises(RuntimeError, match="rank 1 has given no sign of life for 300 s: see"):
         meeting._heard(1)
     assert last + 300 < meeting.now <= last + 360
+
+
+def test_a_rank_is_waited_for_as_long_as_a_first_collective_would(meeting):
+    meeting.store.set_timeout(timedelta(seconds=1200))
+    with pytest.raises(RuntimeError, match="no sign of life for 1200 s"):
+        meeting._heard(1)

@@ -48,10 +48,9 @@ from torchtitan_magi.training.run_parts import RunParts
 from torchtitan_magi.training.settings import degrees
 from torchtitan_magi.training.settings.checks import check_settings
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
-from torchtitan_magi.training.settings.optimizer import check_states
+from torchtitan_magi.training.settings.optimizer import check_groups, check_states
 from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.sections import check_launcher
-from torchtitan_magi.training.settings.values import check_number
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 
 
@@ -120,8 +119,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         return dims
 
     def _check_version(self, job: Any) -> None:
-        for group in self.config.optimizer.param_groups:
-            check_number("optimizer.lr", group.optimizer_kwargs.get("lr", 0.0))
+        check_groups(self.config.optimizer.param_groups)
         check_states(self.config.optimizer.implementation, job.training, utils.device_type)
         degrees.check_pipeline(job, self.model_facts)
 

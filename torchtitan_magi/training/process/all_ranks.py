@@ -126,16 +126,18 @@ class _Meeting:
                     return
 
     def _heard(self, rank: int) -> Any:
-        """What a rank tells. Raises RuntimeError if it gives no sign of life for SILENCE seconds."""
+        """What a rank tells. Raises RuntimeError if it gives no sign of life for SILENCE seconds, or for as long as the
+        ranks' first collectives wait, comm.init_timeout_seconds, if that is more."""
+        patience = max(SILENCE, self.store.timeout.total_seconds())
         answer, life = f"{self.key}/{rank}", f"{self.key}/{rank}/alive"
         sign, since, pause = b"", time.monotonic(), 0.001
         while not self.store.check([answer]):
             now = self.store.get(life) if self.store.check([life]) else b""
             if now != sign:
                 sign, since = now, time.monotonic()
-            elif time.monotonic() - since > SILENCE:
+            elif time.monotonic() - since > patience:
                 raise RuntimeError(
-                    f"rank {rank} has given no sign of life for {SILENCE:.0f} s: see what it printed last"
+                    f"rank {rank} has given no sign of life for {patience:.0f} s: see what it printed last"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.5)

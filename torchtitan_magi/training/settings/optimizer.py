@@ -1,8 +1,25 @@
 """Checks of the section [optimizer]."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from torchtitan_magi.training.settings.values import check_number
+
+
+def check_groups(groups: Iterable[Any]) -> None:
+    """Checks the numbers of torchtitan 0.3's groups of parameters, which may come from a program.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    for group in groups:
+        options = dict(group.optimizer_kwargs)
+        options |= dict(zip(("beta1", "beta2"), options.pop("betas", ()), strict=False))
+        for name in ("lr", "beta1", "beta2", "eps", "weight_decay"):
+            if name in options:
+                check_number(f"optimizer.{name}", options[name])
 
 
 def check_states(implementation: str, training: Any, device_type: str) -> None:

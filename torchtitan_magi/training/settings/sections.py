@@ -40,7 +40,7 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
         ValueError: one line that names the value and the remedy.
     """
     _check_section(job_config, "training", titans)
-    check_number("training.max_norm", job_config.training.max_norm)
+    _check_numbers(job_config)
     if job_config.magi.epochs == -1:  # else the data say how many steps there are
         check_schedule(job_config.lr_scheduler.total_steps, job_config.training.steps)
     check_options_are_used(job_config.magi, job_config.training.dataset)
@@ -50,6 +50,14 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
         _check_validation(job_config)
     _check_checkpointing(job_config.activation_checkpoint)
     _check_objective(job_config, has_objectives)
+
+
+def _check_numbers(job_config: Any) -> None:
+    """Those of a configuration that no TOML file gave; of one, each was checked as it was read."""
+    for option in ("training.max_norm", "lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"):
+        section, name = option.split(".")
+        if (value := getattr(getattr(job_config, section), name)) is not None:
+            check_number(option, value)
 
 
 def _check_checkpointing(section: Any) -> None:

@@ -48,15 +48,17 @@ LEAST: tuple[tuple[str, int, int | None], ...] = (
     ("parallelism.expert_tensor_parallel_degree", 1, None),
 )
 UNLIMITED = "training.max_norm"  # inf: no gradient is too long
+NOT_NEGATIVE = (lambda x: x >= 0), "a number of at least 0"
+BELOW_1 = (lambda x: 0 <= x < 1), "a number of at least 0 and below 1"
 SHARE = (lambda x: 0 <= x <= 1), "a number from 0 to 1"
-# other numbers, with which a run would go on: to no end, away from it, or to no numbers
+# other numbers; with those outside a run would learn nothing, or the opposite, or end in NaN
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     UNLIMITED: ((lambda x: x > 0), "a number above 0; inf leaves gradients as they are"),
-    "optimizer.lr": ((lambda x: x >= 0), "a number of at least 0"),
-    "optimizer.beta1": ((lambda x: 0 <= x < 1), "a number of at least 0 and below 1"),
-    "optimizer.beta2": ((lambda x: 0 <= x < 1), "a number of at least 0 and below 1"),
+    "optimizer.lr": NOT_NEGATIVE,
+    "optimizer.beta1": BELOW_1,
+    "optimizer.beta2": BELOW_1,
     "optimizer.eps": ((lambda x: x > 0), "a number above 0, such as 1e-8"),
-    "optimizer.weight_decay": ((lambda x: x >= 0), "a number of at least 0"),
+    "optimizer.weight_decay": NOT_NEGATIVE,
     "lr_scheduler.decay_ratio": SHARE,
     "lr_scheduler.min_lr_factor": SHARE,
     "activation_checkpoint.memory_budget": SHARE,
@@ -179,11 +181,11 @@ def check_number(option: str, value: float) -> None:
 
 
 def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
-    """The options that are numbers; [magi.dpo] has checks of its own."""
+    """The options that are no whole numbers, or need not be; [magi.dpo] has checks of its own."""
     for field in fields(section):
-        value = getattr(section, field.name)
-        if type(value) in (int, float):
-            yield f"{prefix}{field.name}", value
+        value, option = getattr(section, field.name), f"{prefix}{field.name}"
+        if isinstance(value, float) or (type(value) is int and option in RANGES):
+            yield option, value
         elif is_dataclass(value) and not isinstance(value, DPO):
             yield from _numbers(value, f"{prefix}{field.name}.")
 
