@@ -14,8 +14,9 @@ ON = {"enable": True}
 READ = ON | {"initial_load_in_hf": True}
 
 
-def job(folder, random_weights=False, **checkpoint):
+def job(folder, random_weights=False, lr=1e-5, **checkpoint):
     return SimpleNamespace(
+        optimizer=SimpleNamespace(lr=lr),
         job=SimpleNamespace(dump_folder=str(folder / "run")),
         model=SimpleNamespace(hf_assets_path=str(folder / "model")),
         checkpoint=SimpleNamespace(**OFF | checkpoint),
@@ -129,6 +130,22 @@ def test_a_run_that_saves_nothing_says_so(folder, caplog, options, said):
     check_first_weights(job(folder, **options))
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "is_warned"),
+    [
+        (READ, [], True),
+        (READ, ["run/checkpoint/step-7/.metadata"], False),  # it was told when it began
+        (READ | {"lr": 8.1e-4}, [], False),
+        (ON, [], False),
+    ],
+)
+def test_the_default_learning_rate_over_trained_weights_is_warned_of(folder, caplog, options, names, is_warned):
+    put(folder, *names)
+    check_first_weights(job(folder, **{"lr": 8e-4} | options))
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.split(",")[0] for line in warnings] == ["optimizer.lr is 0.0008"] * is_warned
 
 
 def test_only_rank_0_speaks_and_all_ranks_must_agree(folder, caplog, monkeypatch):

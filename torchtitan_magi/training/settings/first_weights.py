@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = ("*.safetensors", INDEX, "pytorch_model*.bin")
 ADAPTER = "adapter_model.safetensors"  # PEFT's, of which no run starts
+RESUMED = ", where this run goes on"
+LR_OF_PRETRAINING = 8e-4  # torchtitan's default of optimizer.lr
 
 
 def check_first_weights(job_config: Any) -> None:
@@ -32,6 +34,12 @@ def check_first_weights(job_config: Any) -> None:
     if not is_first_rank():
         return
     logger.info(f"Weights: {source}")
+    is_trained = not source.startswith("random") and not source.endswith(RESUMED)
+    if is_trained and job_config.optimizer.lr == LR_OF_PRETRAINING:
+        logger.warning(
+            f"optimizer.lr is {LR_OF_PRETRAINING}, torchtitan's default for pre-training, and would soon destroy what "
+            "these weights know; usual are 1e-5 for SFT, 2e-4 for LoRA and 5e-7 for DPO"
+        )
     checkpoint = job_config.checkpoint
     if not checkpoint.enable or checkpoint.load_only:
         option = "load_only is true" if checkpoint.enable else "enable is false"
@@ -82,7 +90,7 @@ def _loaded(job_config: Any) -> str:
     """
     checkpoint, folder = job_config.checkpoint, folder_of_checkpoints(job_config)
     if steps := finished_steps(folder):
-        return f"those of {shown(folder)}/step-{step_to_load(checkpoint, steps)}, where this run goes on"
+        return f"those of {shown(folder)}/step-{step_to_load(checkpoint, steps)}{RESUMED}"
     if checkpoint.load_step != -1:
         raise ValueError(
             f"checkpoint.load_step is {checkpoint.load_step}, but {shown(folder)} has no finished checkpoint; set "
