@@ -20,6 +20,7 @@ from support.runs import DEBUG_TOML, IS_0_3, corpus
             "--activation_checkpoint.mode auto --activation_checkpoint.debug",
             ["debug is true, but mode 'auto'", '"full"'],
         ),
+        ("--activation_checkpoint.mode memory_budget", ["compile.enable", "'model'" if IS_0_3 else '"model"']),
         ("--magi.dpo.loss ipo", ["magi.dpo.loss is 'ipo', but training.dataset is 'sft'; set that to 'dpo', or leave"]),
         ("--magi.rollouts.on_policy", ["rollouts.on_policy is True, but training.dataset is 'sft'; set that to"]),
         (

@@ -48,7 +48,7 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
     if job_config.validation.enable:
         _check_section(job_config, "validation", titans)
         _check_validation(job_config)
-    _check_checkpointing(job_config.activation_checkpoint)
+    _check_checkpointing(job_config.activation_checkpoint, job_config.compile)
     _check_objective(job_config, has_objectives)
 
 
@@ -60,7 +60,12 @@ def _check_numbers(job_config: Any) -> None:
             check_number(option, value)
 
 
-def _check_checkpointing(section: Any) -> None:
+def _check_checkpointing(section: Any, compiled: Any) -> None:
+    if section.mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
+        raise ValueError(
+            'activation_checkpoint.mode is "memory_budget", which is for compiled models; set compile.enable to true, '
+            'with "model" in compile.components, or mode to "auto"'
+        )
     by_tensor = section.mode == "auto" or (section.mode == "selective" and section.selective_ac_option == "op")
     if section.debug and by_tensor:
         raise ValueError(  # so says torch.utils.checkpoint, in the first step
