@@ -114,6 +114,9 @@ def test_the_stock_entry_point_names_ours():
         ),
         ("--model.name qwen3_5 --model.flavor hf", ["'qwen3_5', which needs torchtitan 0.3"]),
         ("--magi.lora.rank 4", ["magi.lora.rank is 4", "set it to 0", "install torchtitan 0.3"]),
+        ("--fault_tolerance.enable", ["fault_tolerance.enable is true, but this Trainer does without torchft; leave"]),
+        ("--memory_estimation.enable", ["memory_estimation.enable is true", "ask torchtitan-magi size"]),
+        ("--optimizer.early_step_in_backward", ["before gradients are clipped; leave it out"]),
     ],
 )
 def test_what_only_torchtitan_0_3_has_is_named(arguments, messages):

@@ -44,7 +44,6 @@ class Training:
         self.optimizers = Optimizers(self.model, kind, **options)
         self.metrics_processor = SimpleNamespace(losses=LossRecord(2), should_log=lambda step: logged)
         self.parallel_dims = SimpleNamespace(get_optional_mesh=lambda axis: None)
-        self.job_config = SimpleNamespace(optimizer=SimpleNamespace(early_step_in_backward=False))
         self.device, self.dataloader, self.step = torch.device(device), None, 0
         self.guard = StepGuard(self)
 
@@ -134,14 +133,6 @@ def test_weights_that_the_last_update_broke_end_a_run_that_saves_nothing():
     training.model[1].bias.data[1] = math.inf
     with pytest.raises(FloatingPointError, match=r"^after step 1 1.bias hold"):
         training.guard.end_step(saves=False, is_last=True)
-
-
-def test_updates_in_the_backward_are_followed_by_the_reason_at_once():
-    training = Training(fused=True)
-    training.job_config.optimizer.early_step_in_backward = True
-    training.guard = StepGuard(training)
-    with pytest.raises(FloatingPointError, match=r"^step 1: "):
-        training.take(loss=NAN)
 
 
 # ----------------------------------------------------------------------------------------------------- what is saved

@@ -22,8 +22,7 @@ class StepGuard:
     A fused optimizer leaves an update out by a number on the device, as it does for a gradient scaler; weights, moments
     and counts stay as they were. Another number tells the host, which reads it before it asks for the next update, so a
     step without a fault waits for nothing. Optimizers that are not fused, or whose weights are offloaded, wait for that
-    number before each update. With ``early_step_in_backward`` updates come before anything is known of the step:
-    the run ends all the same.
+    number before each update.
 
     Args:
         trainer: torchtitan's, with its optimizers and metrics.
@@ -36,8 +35,7 @@ class StepGuard:
         self.update = self.optimizers.step
         self.optimizers.step = self.step
         self.found = torch.zeros((), device=self.device)  # 1: the optimizers leave their update out
-        early = getattr(trainer.job_config.optimizer, "early_step_in_backward", False)  # not in 0.3
-        self.masks = _can_leave_out(self.optimizers, self.device) and not early
+        self.masks = _can_leave_out(self.optimizers, self.device)
         for optimizer in self.optimizers if self.masks else ():
             optimizer.found_inf = self.found
         on_gpu = self.device.type == "cuda"

@@ -14,9 +14,14 @@ ON = {"enable": True}
 READ = ON | {"initial_load_in_hf": True}
 
 
+def groups(*rates):
+    """As torchtitan 0.3 has them."""
+    return SimpleNamespace(param_groups=[SimpleNamespace(optimizer_kwargs={"lr": rate}) for rate in rates])
+
+
 def job(folder, random_weights=False, lr=1e-5, **checkpoint):
     return SimpleNamespace(
-        optimizer=SimpleNamespace(lr=lr),
+        optimizer=SimpleNamespace(lr=lr) if isinstance(lr, float) else groups(*lr),
         job=SimpleNamespace(dump_folder=str(folder / "run")),
         model=SimpleNamespace(hf_assets_path=str(folder / "model")),
         checkpoint=SimpleNamespace(**OFF | checkpoint),
@@ -136,6 +141,7 @@ def test_a_run_that_saves_nothing_says_so(folder, caplog, options, said):
     ("options", "names", "is_warned"),
     [
         (READ, [], True),
+        (READ | {"lr": (1e-5, 8e-4)}, [], True),
         (READ, ["run/checkpoint/step-7/.metadata"], False),  # it was told when it began
         (READ | {"lr": 8.1e-4}, [], False),
         (ON, [], False),

@@ -46,6 +46,7 @@ def without_context_parallel(job_config: Any) -> Any:
 def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives: bool) -> None:
     """Checks all settings, see ``check_settings``. attn_types: attention type of each flavor of the model."""
     _check_hooks(job_config)
+    _check_is_heard(job_config)
     check_settings(job_config, DATASETS, has_objectives, partial(_check_model, attn_types))
 
 
@@ -60,6 +61,17 @@ def _check_hooks(job_config: Any) -> None:
         raise ValueError(
             f'experimental.custom_import is {quoted(job_config.experimental.custom_import)}; set it to "{HOOK}"'
         )
+
+
+def _check_is_heard(job_config: Any) -> None:
+    """Raises ValueError for options of other programs than torchtitan's Trainer, and one that its clipping undoes."""
+    for section, option, why in (
+        ("fault_tolerance", "enable", "this Trainer does without torchft; leave it out"),
+        ("memory_estimation", "enable", "this command trains; leave it out, and ask torchtitan-magi size"),
+        ("optimizer", "early_step_in_backward", "weights would change before gradients are clipped; leave it out"),
+    ):
+        if getattr(getattr(job_config, section), option):
+            raise ValueError(f"{section}.{option} is true, but {why}")
 
 
 def _check_model(attn_types: dict[str, str], job_config: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank
+from torchtitan_magi.training.settings.optimizer import learning_rates
 from torchtitan_magi.training.settings.resume import (
     finished_steps,
     folder_of_checkpoints,
@@ -35,7 +36,7 @@ def check_first_weights(job_config: Any) -> None:
         return
     logger.info(f"Weights: {source}")
     is_trained = not source.startswith("random") and not source.endswith(RESUMED)
-    if is_trained and job_config.optimizer.lr == LR_OF_PRETRAINING:
+    if is_trained and LR_OF_PRETRAINING in learning_rates(job_config.optimizer):
         logger.warning(
             f"optimizer.lr is {LR_OF_PRETRAINING}, torchtitan's default for pre-training, and would soon destroy what "
             "these weights know; usual are 1e-5 for SFT, 2e-4 for LoRA and 5e-7 for DPO"

@@ -22,6 +22,13 @@ def check_groups(groups: Iterable[Any]) -> None:
                 check_number(f"optimizer.{name}", options[name])
 
 
+def learning_rates(section: Any) -> set[float]:
+    """Those of [optimizer], or of torchtitan 0.3's groups of parameters; a group without one is left out."""
+    if not hasattr(section, "param_groups"):
+        return {section.lr}
+    return {group.optimizer_kwargs["lr"] for group in section.param_groups if "lr" in group.optimizer_kwargs}
+
+
 def check_states(implementation: str, training: Any, device_type: str) -> None:
     """Checks that the optimizer takes the states which an implementation of it makes. Of 16 bits beside weights of 32
     they are for GPUs, and not in every torch.
