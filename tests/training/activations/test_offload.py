@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_magi.training.activations import offload
-from torchtitan_magi.training.activations.host_memory import HostMemory, in_buffer
+from torchtitan_magi.training.activations.host_memory import Copies, HostMemory, as_bytes
 from torchtitan_magi.training.activations.offload import Offloader
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_hopper])]
@@ -155,8 +155,58 @@ def test_buffers_serve_tensors_of_about_their_size_and_any_strides():
     memory.give(large)
     assert memory.take(900) is large
     assert memory.take(500).numel() == 500
-    x = torch.arange(6.0).reshape(2, 3).t()
-    assert in_buffer(memory.take(24), x).copy_(x).stride() == x.stride()
+
+
+class Rotated(torch.autograd.Function):
+    """x * turn, which saves ``turn`` conjugated, as a compiled layer does, and something negated."""
+
+    @staticmethod
+    def forward(ctx, x, turn):
+        ctx.save_for_backward(turn, turn.conj(), torch._neg_view(turn.abs()))
+        return x * turn
+
+    @staticmethod
+    def backward(ctx, grad):
+        turn, conjugated, negated = ctx.saved_tensors
+        assert conjugated.is_conj()
+        assert negated.is_neg()
+        assert torch.equal(turn.abs(), -negated)
+        return grad * conjugated, None
+
+
+class Rotating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x, scale):
+        turn = torch.polar(torch.ones_like(scale), scale)
+        return torch.view_as_real(Rotated.apply(torch.complex(self.first(x), x), turn)).sum(-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_read_conjugated_comes_back_so(device, small):
+    """PyTorch conjugates what it copies to the host there, before an asynchronous copy has arrived."""
+    found = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList(Rotating() for _ in range(LAYERS)).to(device)
+        if offloads:
+            Offloader(torch.device(device)).wrap(list(model), model)
+        found.append(train(model, device, tokens=4096)[0])
+    assert all(map(torch.equal, *found))
+
+
+def test_copies_are_of_memory_in_its_own_order():
+    x, copies = torch.arange(6.0).reshape(2, 3).t(), Copies(torch.device("cpu"))
+    buffer, _ = copies.to_host(x)
+    assert torch.equal(buffer.view(torch.float32), torch.arange(6.0))
+    back = torch.empty_like(x)
+    copies.from_host(back, buffer)
+    assert back.stride() == x.stride()
+    assert torch.equal(back, x)
+    with pytest.raises(RuntimeError, match="conj"):
+        as_bytes(torch.ones(2, dtype=torch.complex64).conj())
 
 
 @pytest.mark.gpu

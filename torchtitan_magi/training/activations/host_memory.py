@@ -73,12 +73,14 @@ class Copies:
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
         """A buffer that x is on its way to, and the event of its arrival, until which x must live."""
-        buffer = self.memory.take(x.numel() * x.element_size())
-        return buffer, self._copy(0, in_buffer(buffer, x), x)
+        source = as_bytes(x)
+        buffer = self.memory.take(len(source))
+        return buffer, self._copy(0, buffer[: len(source)], source)
 
     def from_host(self, x: Tensor, buffer: Tensor) -> Any:
         """Starts to fill x, of the current stream, with what is in a buffer; the event of its arrival."""
-        return self._copy(1, x, in_buffer(buffer, x))
+        to = as_bytes(x)
+        return self._copy(1, to, buffer[: len(to)])
 
     def _copy(self, way: int, to: Tensor, source: Tensor) -> Any:
         if not self._is_gpu:
@@ -97,7 +99,11 @@ class Copies:
             torch.cuda.current_stream().wait_event(event)
 
 
-def in_buffer(buffer: Tensor, like: Tensor) -> Tensor:
-    """A dense tensor of the same shape, strides and dtype in the first bytes of a buffer."""
-    flat = buffer[: like.numel() * like.element_size()].view(like.dtype)
-    return flat.as_strided(like.shape, like.stride())
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of a dense tensor, uint8 [n]. Copies are of bytes: of a tensor that is to be read conjugated, as
+    rotary positions are in a backward, PyTorch would conjugate on the host what a copy has not yet brought there.
+
+    Args:
+        x: not to be read conjugated or negated.
+    """
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
