@@ -1,10 +1,12 @@
 """What layers keep: how a mix is written, what it takes, and which is chosen."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.processes import ROOT
 
 from torchtitan_magi.models.published import published_sizes
 from torchtitan_magi.sizing.activations import (
@@ -14,13 +16,15 @@ from torchtitan_magi.sizing.activations import (
     kept_on_host,
     whole_block,
 )
-from torchtitan_magi.sizing.gpus import H100, H200
+from torchtitan_magi.sizing.gpus import H100, H200, HOST_LINK
 from torchtitan_magi.sizing.keeping.choose import KINDS, MARGIN, Bound, choose
 from torchtitan_magi.sizing.keeping.kinds import KEPT, Keeping, as_option, in_words, parse
 from torchtitan_magi.sizing.memory import GIB, host_memory, moments, predict, states_on_host
 from torchtitan_magi.sizing.predicted_run import Place, faster, predict_run
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
+from torchtitan_magi.sizing.step_time import waiting
 
+RESULTS = ROOT / "benchmarks" / "results"
 LLAMA, QWEN_9B, QWEN_MOE = map(published_sizes, ("Llama-3.1-8B", "Qwen3.5-9B", "Qwen3-30B-A3B"))
 MILLION = Setup(LLAMA, 2**20, cp=8, checkpointing="auto", compiled=True, compiled_loss=True)
 
@@ -133,6 +137,41 @@ def test_what_is_chosen_fits_and_no_single_kind_is_faster(model, tokens, gpu):
         other = one_document(replace(setup, keeping=(kind,) * model.num_layers), gpu)
         if other.memory.total <= margin and host_memory(other.setup) <= other.place.host:
             assert chosen.time.total <= 1.02 * other.time.total  # what offloads is taken to cost a little
+
+
+@pytest.mark.parametrize("name", ["keeping_h200", "keeping_h200x2"])
+def test_steps_took_what_is_predicted_and_the_fastest_is_known(name):
+    from bench_keeping import CASES, predicted
+
+    facts = json.loads((RESULTS / f"{name}.json").read_text())
+    times = {}
+    for row in facts["rows"]:
+        case = CASES[row["case"]][0]
+        run = predicted(case, facts["device"], parse(row["kept"], case.layers))
+        assert run.memory.allocated / GIB == pytest.approx(row["peak_gib"], rel=0.08), row
+        if row["case"] != "500 steps":  # whose small layers wait for the host's launches
+            assert 1e3 * run.time.total == pytest.approx(row["step_ms"], rel=0.15), row
+            times.setdefault(row["case"], []).append((run.time.total, row["step_ms"]))
+    for case, found in times.items():
+        chosen = min(found)[1]
+        assert chosen <= 1.02 * min(step for _, step in found), case
+
+
+def test_layers_wait_for_copies_that_follow_each_other():
+    setup = replace(MILLION, model=replace(LLAMA, num_layers=4), keeping=parse("inputs offloaded", 4))
+    copy = kept_of_block(setup, "inputs", False) / HOST_LINK
+
+    def waits(setup, forward, between, backward):
+        return waiting(setup, *(copies * copy for copies in (forward, between, backward))) / copy
+
+    assert waits(replace(setup, keeping=parse("inputs", 4)), 0.1, 0, 0.1) == 0
+    assert waits(setup, 1, 0, 1) == pytest.approx(0)
+    # The third layer begins after one copy, the fourth after two: at 1/3 + 1 and at 1/3 + 2.
+    assert waits(setup, 1 / 3, 0, 10) == pytest.approx(2 + 2 / 3 - 4 / 3)
+    # The fourth copy ends at 4 + 1/3, behind which the others come back for the last two of four backwards.
+    assert waits(setup, 1 / 3, 0, 0) == pytest.approx(4 + 1 / 3 + 2 - 4 / 3)
+    assert waits(setup, 1 / 3, 100, 0) == pytest.approx(2 + 2 / 3 - 4 / 3 + 2)
+    assert waits(replace(setup, keeping=parse("2 inputs offloaded, 2 inputs", 4)), 0.1, 0, 0.1) == 0  # these stay
 
 
 def test_it_is_as_good_as_the_best_mix_of_two():

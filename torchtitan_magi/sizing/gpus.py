@@ -63,9 +63,9 @@ PRODUCTS = 6.1e14
 # Which share of that speed the operations of the gated delta rule's forward have, and how often the time of its forward
 # its backward takes: fitted to the packs of linear_h200.json, with errors of -21 to +14%.
 RULE, RULE_BACKWARD = 0.36, 2.7
-# Bytes per second between a GPU and pinned memory of the host, each way: PCIe 5 x16 as pinned copies reach it. Host
-# memory that a GPU's process can fill where it is not known: a quarter of a machine with 2 TB and eight GPUs.
-HOST_LINK, HOST_MEMORY = 5e10, 64 * GIB
+# Bytes per second between a GPU and pinned memory of the host, each way, fitted to what steps of keeping_*.json waited.
+# Host memory that a GPU's process can fill where it is not known: a quarter of a machine with 2 TB and eight GPUs.
+HOST_LINK, HOST_MEMORY = 4.6e10, 64 * GIB
 # flex_attention over our kernel, time of the same packs on one H200: train_rivals_h200.json.
 FLEX = 1.45
 

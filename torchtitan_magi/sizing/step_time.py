@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.models.shapes import block_of, num_moe_layers, parameters_of
-from torchtitan_magi.sizing.activations import CHUNK, kept_on_host, kinds_of_layers
+from torchtitan_magi.sizing.activations import CHUNK, blocks_of, kept_of_block, kinds_of_layers
 from torchtitan_magi.sizing.gpus import HOST_LINK, RULE, RULE_BACKWARD, Gpu
-from torchtitan_magi.sizing.keeping.kinds import ALL, INPUTS, KEPT, PRODUCTS
+from torchtitan_magi.sizing.keeping.kinds import AHEAD, ALL, INPUTS, KEPT, PRODUCTS
 from torchtitan_magi.sizing.run_setup import LOOPS, Setup
 
-WAITING = "waiting for the host"
+OUTPUT, WAITING = "output layer and loss", "waiting for the host"
 GRADIENTS = 2  # a backward takes twice the products of its forward
 OPTIMIZER_BYTES = 36  # read and written of a float32 parameter by fused AdamW (28) and by clipping (8)
 SHARDING_PASSES = 8  # copies of FSDP2 in and out of its collectives, in elements of 16 bits
@@ -64,11 +64,14 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
         "attention": (forward + backward) / setup.pp,
         "linear attention": rule * (1 + RULE_BACKWARD),
         "recomputation": products * again.products / gpu.products + (forward / setup.pp + rule) * again.attention,
-        "output layer and loss": logits / setup.pp,
+        OUTPUT: logits / setup.pp,
         "moving tokens to experts": _experts(setup, gpu, gpus_per_node) * (1 + again.blocks / 3),
         "tensor parallelism": _tensor_parallel(setup, gpu) * layers * (1 + again.blocks / 2),
     }
-    parts[WAITING] = _waiting(setup, parts)
+    in_layers = sum(seconds for name, seconds in parts.items() if name != OUTPUT)
+    ahead = products / gpu.products + _passes(setup) / setup.pp / gpu.passes + forward / setup.pp + rule
+    ahead += (_experts(setup, gpu, gpus_per_node) + _tensor_parallel(setup, gpu) * layers) / 2
+    parts[WAITING] = waiting(setup, ahead / layers, parts[OUTPUT], (in_layers - ahead) / layers)
     busy = sum(parts.values())
     parts["FSDP that nothing hides"] = max(0.0, _sharding(setup, gpu, gpus_per_node) - busy)
     parts["FSDP's copies"] = _copies(setup, gpu)
@@ -107,24 +110,48 @@ def _recomputed(setup: Setup) -> _Recomputed:
 
 def _products_again(setup: Setup, kept: str) -> float:
     """Which share of a block's products is computed again: all but the last of a dense block, as nothing waits for it;
-    by operation every other one."""
-    if kept in (ALL, PRODUCTS):
-        return 0.5 if kept == PRODUCTS else 0.0
-    if setup.model.experts:
-        return 1.0
-    return 1 - setup.model.dim * setup.model.hidden_dim / block_of(setup.model, 0).used
-
-
-def _waiting(setup: Setup, parts: dict[str, float]) -> float:
-    """Seconds of a microbatch in which a layer's tensors are on their way to the host or back and nothing is computed:
-    each way must fit into the time of a layer, a third of it in the forward."""
-    num = sum(keeping.offloaded for keeping in setup.keepings) / setup.pp
-    if not num:
+    of these by operation every other one."""
+    if kept == ALL:
         return 0.0
-    each = kept_on_host(setup) / setup.pp / num / HOST_LINK
-    in_layers = sum(seconds for name, seconds in parts.items() if name != "output layer and loss")
-    layer = in_layers / setup.model.num_layers * setup.pp
-    return num * (max(0.0, each - layer / 3) + max(0.0, each - 2 * layer / 3))
+    needed = 1.0
+    if not setup.model.experts:
+        needed -= setup.model.dim * setup.model.hidden_dim / block_of(setup.model, 0).used
+    return needed / 2 if kept == PRODUCTS else needed
+
+
+def waiting(setup: Setup, forward: float, between: float, backward: float) -> float:
+    """Seconds of a microbatch in which a layer's tensors are on their way to the host or back and nothing is computed.
+
+    A layer begins when what the layer ``AHEAD`` before it keeps has left, and its backward when what it keeps is back,
+    which sets out when the backward of the layer behind it begins; only layers that offload count. What the last ones
+    keep stays, though its copies are made. All copies follow each other.
+
+    Args:
+        forward, backward: seconds of a layer.
+        between: seconds of what follows the last layer.
+    """
+    stage = blocks_of(setup)[: -(-setup.model.num_layers // setup.pp)]
+    copies = {block: kept_of_block(setup, block[0].kept, block[1]) / HOST_LINK for block in {*stage}}
+    each = [copies[block] for block in stage if block[0].offloaded]
+    clock, waited, gone, there = 0.0, 0.0, list[float](), [0.0] * len(each)
+    for keeping, _ in stage:
+        if keeping.offloaded:
+            late = max(0.0, gone[-AHEAD] - clock) if len(gone) >= AHEAD else 0.0
+            clock, waited = clock + late, waited + late
+        clock += forward
+        if keeping.offloaded:
+            gone.append(max([clock, *gone[-1:]]) + each[len(gone)])
+    clock += between
+    at, free = len(each), gone[-1] if gone else 0.0
+    for keeping, _ in reversed(stage):
+        if keeping.offloaded:
+            at -= 1
+            if 0 < at <= len(each) - AHEAD:
+                free = there[at - 1] = max(clock, free) + each[at - 1]
+            late = max(0.0, there[at] - clock)
+            clock, waited = clock + late, waited + late
+        clock += backward
+    return waited
 
 
 def _rule(setup: Setup, gpu: Gpu) -> float:

@@ -168,8 +168,6 @@ class Rotated(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         turn, conjugated, negated = ctx.saved_tensors
-        assert conjugated.is_conj()
-        assert negated.is_neg()
         assert torch.equal(turn.abs(), -negated)
         return grad * conjugated, None
 
@@ -185,7 +183,7 @@ class Rotating(nn.Module):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_read_conjugated_comes_back_so(device, small):
+def test_what_is_read_conjugated_comes_back_right(device, small):
     """PyTorch conjugates what it copies to the host there, before an asynchronous copy has arrived."""
     found = []
     for offloads in (False, True):

@@ -100,8 +100,8 @@ class Copies:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The memory of a dense tensor, uint8 [n]. Copies are of bytes: of a tensor that is to be read conjugated, as
-    rotary positions are in a backward, PyTorch would conjugate on the host what a copy has not yet brought there.
+    """The memory of a dense tensor, uint8 [n]. PyTorch's own copy to the host of one that is to be read conjugated, as
+    rotary positions are in a backward, conjugates there what an asynchronous copy has not yet brought.
 
     Args:
         x: not to be read conjugated or negated.

@@ -29,8 +29,7 @@ class _Away:
     """A tensor in the host's memory, and perhaps on its way back."""
 
     def __init__(self, x: Tensor, copies: Copies) -> None:
-        self._copies, self._device, self._reading = copies, x.device, _reading(x)
-        x = _read(x, self._reading)  # as it lies in memory
+        self._copies, self._device = copies, x.device
         self._like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         self._here: Tensor | None = x
         self._arrival: Any = None  # of what comes back
@@ -53,7 +52,7 @@ class _Away:
         self.fetch()
         self._copies.wait(self._arrival)
         assert self._here is not None
-        return _read(self._here, self._reading)
+        return self._here
 
 
 class _Record:
@@ -77,7 +76,8 @@ class _Record:
             return _Inner(x, lambda part: self.hand_over(part, copies))
         if x.numel() * x.element_size() < SMALL or not _is_dense(x) or self._is_to_stay(x):
             return x
-        key = x.data_ptr(), x.shape, x.stride(), x.dtype, x._version, _reading(x)
+        x = x.resolve_conj().resolve_neg()  # only memory travels, and not how it is to be read
+        key = x.data_ptr(), x.shape, x.stride(), x.dtype, x._version
         away = self._find(key) or (self._before and self._before._find(key)) or _Away(x, copies)
         self._away[key] = weakref.ref(away)
         return self, away
@@ -219,18 +219,6 @@ def _held(mode: Any) -> list[Any]:
 def _memory_of(x: Tensor) -> int:
     """Where the memory begins that a tensor lies in; of a DTensor that of this rank's part."""
     return getattr(x, "_local_tensor", x).untyped_storage().data_ptr()
-
-
-def _reading(x: Tensor) -> tuple[bool, bool]:
-    """Whether what lies in the memory of a tensor is to be read conjugated, and negated."""
-    return x.is_conj(), x.is_neg()
-
-
-def _read(x: Tensor, reading: tuple[bool, bool]) -> Tensor:
-    """A view that is read conjugated, and negated, where x is not; where x is, as it lies in memory."""
-    if reading[0]:
-        x = x.detach().conj()
-    return torch._neg_view(x.detach()) if reading[1] else x
 
 
 def _is_dense(x: Tensor) -> bool:
