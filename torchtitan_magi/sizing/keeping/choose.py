@@ -27,8 +27,8 @@ class Bound:
 def choose(setup: Setup, gpu: Bound, host: Bound, seconds: Callable[[Setup], float]) -> Setup:
     """The setup with ``keeping`` chosen. Every stage of a pipeline keeps alike.
 
-    Of two kinds each bound leaves a range of how many layers may have the one, and time is linear in it, so the best is
-    at an end of what both leave. Offloaded layers come first, as they are needed last.
+    Of two kinds each bound leaves a range of how many layers may have the one, and time is about linear in it, so the
+    best is at an end of what both leave. Offloaded layers come first, as they are needed last.
 
     Args:
         seconds: of a step.
