@@ -34,7 +34,7 @@ import bench_linear
 import torch
 from bench_models import QWEN3_5, QWEN3_5_TEXT, ROOT, Case
 from bench_train import RECORD, documents, ended_well, ideal_seconds, speed_table
-from figures import RESULTS, Row, part, recording_parser, save, table
+from figures import Row, parts, recording_parser, save, table
 from steps import Steps
 
 import torchtitan_magi as magi
@@ -255,13 +255,7 @@ def tables(found: dict[str, Any]) -> str:
     return f"{speed_table(found)}\n\n{cost_table(found)}"
 
 
-def hybrid_part() -> str:
-    """What was measured on several GPUs; empty before that."""
-    names = sorted(path.stem for path in RESULTS.glob("hybrid_*.json"))
-    return "\n\n".join(part(tables, name)() for name in names)
-
-
-PARTS: dict[str, Callable[[], str]] = {"training-hybrid": hybrid_part}  # of the docs
+PARTS: dict[str, Callable[[], str]] = {"training-hybrid": parts(tables, "hybrid_*")}  # of the docs
 
 
 def main() -> None:

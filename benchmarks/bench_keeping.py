@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from bench_models import LLAMA, Case, memory_cells, predicted, run
-from figures import Row, part, recording_parser, save, table
+from figures import Row, parts, recording_parser, save, table
 
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.sizing.keeping.kinds import ATTENTION, AUTO, as_option, parse
@@ -133,7 +133,7 @@ def million(rows: list[Row], device: str) -> str:
     )
 
 
-PARTS = {"keeping": lambda: "\n\n".join(part(keeping_table, name)() for name in ("keeping_h200", "keeping_h200x2"))}
+PARTS = {"keeping": parts(keeping_table, "keeping_*")}
 
 
 def main() -> None:

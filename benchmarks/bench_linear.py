@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bench_cp import NoCommunication
-from figures import RESULTS, Row, part, recording_parser, save, table, thousands
+from figures import Row, part, parts, recording_parser, save, table, thousands
 from timing import take_turns
 from torch import Tensor
 
@@ -269,15 +269,9 @@ def cp_table(found: dict[str, Any]) -> str:
     return table([*columns, "exposed: forward", "both"], lines)
 
 
-def cp_part() -> str:
-    """What was measured on several GPUs; empty before that."""
-    names = sorted(path.stem for path in RESULTS.glob("linear_cp_*.json"))
-    return "\n\n".join(part(cp_table, name)() for name in names)
-
-
 PARTS = {
     "linear-layers": part(layers_table, "linear_h200"),
-    "linear-cp": cp_part,
+    "linear-cp": parts(cp_table, "linear_cp_*"),
 }
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import bench_models
 from bench_models import LLAMA, ROOT, Case
 from bench_train import CHARACTERS, documents
-from figures import RESULTS, Row, part, recording_parser, save, side_by_side, table, thousands
+from figures import Row, part, parts, recording_parser, save, side_by_side, table, thousands
 
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.data import PackedSFTDataset
@@ -154,13 +154,7 @@ def speed_table(found: dict[str, Any]) -> str:
     return table(columns, lines)
 
 
-def speed_part() -> str:
-    """What was measured on GPUs; empty before that."""
-    names = sorted(path.stem for path in RESULTS.glob("trees_h200*.json"))
-    return "\n\n".join(part(speed_table, name)() for name in names)
-
-
-PARTS = {"trees-count": part(count_table, "trees_count"), "trees-speed": speed_part}
+PARTS = {"trees-count": part(count_table, "trees_count"), "trees-speed": parts(speed_table, "trees_h200*")}
 
 
 def main() -> None:

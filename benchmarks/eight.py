@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_models import LLAMA, QWEN, QWEN3_5, QWEN_MOE, Case, predicted, run
-from figures import RESULTS, Row, part, recording_parser, save, table, thousands
+from figures import Row, parts, recording_parser, save, table, thousands
 
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.sizing.keeping.kinds import as_option, parse
@@ -119,12 +119,7 @@ def eight_table(found: dict[str, Any]) -> str:
     return table(columns, lines)
 
 
-def all_parts() -> str:
-    """The table of each file that is there."""
-    return "\n\n".join(part(eight_table, path.stem)() for path in sorted(RESULTS.glob("eight_*.json")))
-
-
-PARTS = {"eight": all_parts}
+PARTS = {"eight": parts(eight_table, "eight_*")}
 
 
 def main() -> None:

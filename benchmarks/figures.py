@@ -81,6 +81,11 @@ def part(as_table: Callable[..., str], *names: str) -> Callable[[], str]:
     return lambda: f"{as_table(*map(result, names))}\n\n{sources(*names)}"
 
 
+def parts(as_table: Callable[..., str], pattern: str) -> Callable[[], str]:
+    """The same with a table for each file whose name fits; empty where there is none."""
+    return lambda: "\n\n".join(part(as_table, path.stem)() for path in sorted(RESULTS.glob(f"{pattern}.json")))
+
+
 def _source(name: str) -> str:
     found = result(name)
     gpus = int(found.get("num_gpus") or found.get("gpus") or 1)

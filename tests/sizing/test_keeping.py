@@ -172,6 +172,8 @@ def test_layers_wait_for_copies_that_follow_each_other():
     assert waits(setup, 1 / 3, 0, 0) == pytest.approx(4 + 1 / 3 + 2 - 4 / 3)
     assert waits(setup, 1 / 3, 100, 0) == pytest.approx(2 + 2 / 3 - 4 / 3 + 2)
     assert waits(replace(setup, keeping=parse("2 inputs offloaded, 2 inputs", 4)), 0.1, 0, 0.1) == 0  # these stay
+    stages = replace(setup, model=replace(LLAMA, num_layers=8), pp=2, keeping=parse("4 inputs, 4 inputs offloaded", 8))
+    assert waits(stages, 1 / 3, 0, 10) == waits(setup, 1 / 3, 0, 10)  # those of the second
 
 
 def test_it_is_as_good_as_the_best_mix_of_two():

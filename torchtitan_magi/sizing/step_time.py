@@ -57,20 +57,20 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     times = 1 + weights + setup.reference  # a loss of pairs makes logits again for its backward
     logits = output * times / gpu.products + _loss_passes(setup) / gpu.passes
     forward, backward = attention
-    rule = _rule(setup, gpu)
+    rule, passes = _rule(setup, gpu), _passes(setup) / setup.pp / gpu.passes
+    experts, shared = _experts(setup, gpu, gpus_per_node), _tensor_parallel(setup, gpu) * layers
     parts = {
         "matrix products": products * (1 + weights) / gpu.products,
-        "element-wise passes": _passes(setup) / setup.pp * (3 + again.blocks) / gpu.passes,
+        "element-wise passes": passes * (3 + again.blocks),
         "attention": (forward + backward) / setup.pp,
         "linear attention": rule * (1 + RULE_BACKWARD),
         "recomputation": products * again.products / gpu.products + (forward / setup.pp + rule) * again.attention,
         OUTPUT: logits / setup.pp,
-        "moving tokens to experts": _experts(setup, gpu, gpus_per_node) * (1 + again.blocks / 3),
-        "tensor parallelism": _tensor_parallel(setup, gpu) * layers * (1 + again.blocks / 2),
+        "moving tokens to experts": experts * (1 + again.blocks / 3),
+        "tensor parallelism": shared * (1 + again.blocks / 2),
     }
     in_layers = sum(seconds for name, seconds in parts.items() if name != OUTPUT)
-    ahead = products / gpu.products + _passes(setup) / setup.pp / gpu.passes + forward / setup.pp + rule
-    ahead += (_experts(setup, gpu, gpus_per_node) + _tensor_parallel(setup, gpu) * layers) / 2
+    ahead = products / gpu.products + passes + forward / setup.pp + rule + (experts + shared) / 2
     parts[WAITING] = waiting(setup, ahead / layers, parts[OUTPUT], (in_layers - ahead) / layers)
     busy = sum(parts.values())
     parts["FSDP that nothing hides"] = max(0.0, _sharding(setup, gpu, gpus_per_node) - busy)
@@ -120,31 +120,40 @@ def _products_again(setup: Setup, kept: str) -> float:
 
 
 def waiting(setup: Setup, forward: float, between: float, backward: float) -> float:
-    """Seconds of a microbatch in which a layer's tensors are on their way to the host or back and nothing is computed.
-
-    A layer begins when what the layer ``AHEAD`` before it keeps has left, and its backward when what it keeps is back,
-    which sets out when the backward of the layer behind it begins; only layers that offload count. What the last ones
-    keep stays, though its copies are made. All copies follow each other.
+    """Seconds of a microbatch in which a layer's tensors are on their way to the host or back and nothing is computed,
+    in the stage of a pipeline that waits the longest.
 
     Args:
         forward, backward: seconds of a layer.
         between: seconds of what follows the last layer.
     """
-    stage = blocks_of(setup)[: -(-setup.model.num_layers // setup.pp)]
-    copies = {block: kept_of_block(setup, block[0].kept, block[1]) / HOST_LINK for block in {*stage}}
-    each = [copies[block] for block in stage if block[0].offloaded]
+    size = -(-setup.model.num_layers // setup.pp)
+    blocks = blocks_of(setup)
+    seconds = {block: kept_of_block(setup, block[0].kept, block[1]) / HOST_LINK for block in {*blocks}}
+    copies = [seconds[block] if block[0].offloaded else None for block in blocks]
+    return max(_waiting(copies[at : at + size], forward, between, backward) for at in range(0, len(copies), size))
+
+
+def _waiting(copies: list[float | None], forward: float, between: float, backward: float) -> float:
+    """The same of a stage, by the seconds of each layer's copies one way; None where it does not offload.
+
+    A layer begins when what the layer ``AHEAD`` before it keeps has left, and its backward when what it keeps is back,
+    which sets out when the backward of the layer behind it begins; only layers that offload count. What the last ones
+    keep stays, though its copies are made. All copies follow each other.
+    """
+    each = [seconds for seconds in copies if seconds is not None]
     clock, waited, gone, there = 0.0, 0.0, list[float](), [0.0] * len(each)
-    for keeping, _ in stage:
-        if keeping.offloaded:
+    for seconds in copies:
+        if seconds is not None:
             late = max(0.0, gone[-AHEAD] - clock) if len(gone) >= AHEAD else 0.0
             clock, waited = clock + late, waited + late
         clock += forward
-        if keeping.offloaded:
-            gone.append(max([clock, *gone[-1:]]) + each[len(gone)])
+        if seconds is not None:
+            gone.append(max([clock, *gone[-1:]]) + seconds)
     clock += between
     at, free = len(each), gone[-1] if gone else 0.0
-    for keeping, _ in reversed(stage):
-        if keeping.offloaded:
+    for seconds in reversed(copies):
+        if seconds is not None:
             at -= 1
             if 0 < at <= len(each) - AHEAD:
                 free = there[at - 1] = max(clock, free) + each[at - 1]

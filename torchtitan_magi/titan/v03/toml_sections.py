@@ -38,7 +38,7 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
 }
 HOOK = "torchtitan_magi.titan"  # by which 0.2.2 finds us
 HOOKS: Any = dict.fromkeys(("job.custom_config_module", "experimental.custom_import"), ("", f'set it to "{HOOK}"'))
-SECTIONS_WITHOUT_COUNTERPART = ("quantize", "fault_tolerance", "memory_estimation")
+ABSENT_SECTIONS = {"quantize": ", or use torchtitan 0.2.2", "fault_tolerance": "", "memory_estimation": ""}
 
 
 def _section(section: str, base: type | None = None, /, **own: Any) -> tuple[str, Any]:
@@ -152,9 +152,9 @@ def read_job_config(path: str, overrides: list[str]) -> Any:
         ValueError: one line that names the option and the remedy.
     """
     values = read_toml(path)
-    for name in SECTIONS_WITHOUT_COUNTERPART:
+    for name, other in ABSENT_SECTIONS.items():
         if values.pop(name, None):
-            raise ValueError(f"[{name}] has no counterpart in torchtitan 0.3; leave it out, or use torchtitan 0.2.2")
+            raise ValueError(f"[{name}] has no counterpart in torchtitan 0.3; leave it out{other}")
     check_toml(JobConfig, values)
     with usage_errors():
         default = _filled(JobConfig, values)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = ("*.safetensors", INDEX, "pytorch_model*.bin")
 ADAPTER = "adapter_model.safetensors"  # PEFT's, of which no run starts
-RESUMED = ", where this run goes on"
+RANDOM, RESUMED = "random", ", where this run goes on"  # a source's beginning, and an end
 LR_OF_PRETRAINING = 8e-4  # torchtitan's default of optimizer.lr
 
 
@@ -35,11 +35,11 @@ def check_first_weights(job_config: Any) -> None:
     if not is_first_rank():
         return
     logger.info(f"Weights: {source}")
-    is_trained = not source.startswith("random") and not source.endswith(RESUMED)
+    is_trained = not source.startswith(RANDOM) and not source.endswith(RESUMED)
     if is_trained and LR_OF_PRETRAINING in learning_rates(job_config.optimizer):
         logger.warning(
-            f"optimizer.lr is {LR_OF_PRETRAINING}, torchtitan's default for pre-training, and would soon destroy what "
-            "these weights know; usual are 1e-5 for SFT, 2e-4 for LoRA and 5e-7 for DPO"
+            f"optimizer.lr is {LR_OF_PRETRAINING}, torchtitan's default, which is for pre-training; over trained "
+            "weights usual are 1e-5 for SFT, 2e-4 for LoRA and 5e-7 for DPO"
         )
     checkpoint = job_config.checkpoint
     if not checkpoint.enable or checkpoint.load_only:
@@ -52,12 +52,12 @@ def _source(job_config: Any) -> str:
     checkpoint, is_wanted = job_config.checkpoint, job_config.magi.random_weights
     _check_is_heard(checkpoint, is_wanted)
     if checkpoint.create_seed_checkpoint:
-        return "random, for a seed checkpoint"
+        return f"{RANDOM}, for a seed checkpoint"
     if checkpoint.enable and (found := _loaded(job_config)):
         return found
     if not is_wanted:
         _check_nothing_is_left(job_config)
-    return "random, as magi.random_weights says" if is_wanted else "random, as nothing is loaded"
+    return f"{RANDOM}, as magi.random_weights says" if is_wanted else f"{RANDOM}, as nothing is loaded"
 
 
 def _check_is_heard(checkpoint: Any, is_random: bool) -> None:
