@@ -1,6 +1,7 @@
 """Runs whose layers keep different things for their backward: losses and gradient norms are those of keeping all."""
 
 import functools
+import itertools
 
 import pytest
 from support.hf_loop import pairs_file
@@ -49,6 +50,34 @@ def offload_everything(report):
         close(memory)
 
     offload.SMALL, host_memory.HostMemory.close = 16, closed
+
+
+def report_kept(report):
+    """Reports how many bytes each layer saves for its backward, as often as it runs."""
+    import importlib
+
+    from torch.autograd.graph import saved_tensors_hooks
+
+    def counted(number, call, *arguments, **options):
+        sizes = {}
+
+        def pack(x):
+            if x.numel():  # weights that are gathered have no memory of their own yet
+                sizes[x.data_ptr()] = x.numel() * x.element_size()
+            return x
+
+        with saved_tensors_hooks(pack, lambda x: x):
+            out = call(*arguments, **options)
+        report("kept", number, sum(sizes.values()))
+        return out
+
+    def count_layers(model, keepings, device):
+        for name, layer in model.layers.named_children():
+            call = layer._compiled_call_impl or layer._call_impl
+            layer.__dict__["_compiled_call_impl"] = functools.partial(counted, int(name), call)
+
+    adapter = importlib.import_module(f"torchtitan_magi.titan.{'v03.models' if IS_0_3 else 'v02.spec'}")
+    adapter.offload_layers = count_layers
 
 
 @functools.cache
@@ -104,6 +133,16 @@ def test_a_mix_changes_no_loss_in_any_layout(layout, mix):
     found, expected = run(mix, *LAYOUTS[layout]), run(None, *LAYOUTS[layout])
     assert steps_of(found) == pytest.approx(steps_of(expected), rel=1e-5)
     assert found.of("host memory")
+
+
+@pytest.mark.parametrize("kinds", itertools.permutations(("attention", "products"), 2), ids=", ".join)
+def test_a_compiled_layer_keeps_what_it_is_to(kinds):
+    """Whatever the layers before it keep: torch.compile takes functions of the same code for the same."""
+    kinds = [*kinds, "inputs", "all"]
+    keep = ["--magi.keep", ", ".join(f"1 {kind}" for kind in kinds), "--activation_checkpoint.mode", "auto"]
+    found = train(1, [*keep, "--compile.enable"], layers=4, entry="torchtitan_magi.train", setup=report_kept)
+    kept = {kinds[number]: num_bytes for number, num_bytes in found.of("kept")}
+    assert kept["inputs"] < kept["attention"] < 0.8 * kept["products"] < 0.8 * kept["all"]
 
 
 def test_a_killed_run_goes_on_with_another_mix():

@@ -41,6 +41,7 @@ from torchtitan_magi.titan.v02.cpu import TorchOfExperts
 from torchtitan_magi.titan.v02.experts import GateStyle, LayerStyle, prepare_input, token_dispatch
 from torchtitan_magi.titan.v02.models import check_name
 from torchtitan_magi.titan.wrap import wrap
+from torchtitan_magi.training.activations.layers import KeepsAttention
 from torchtitan_magi.training.batches import run_length
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import loading, save_with_digests, saving
@@ -282,6 +283,7 @@ def _apply_ac(stock: Any, model: nn.Module, config: Any, *, op_sac_save_list: An
             saved = {attention_op} if kept == ATTENTION else op_sac_save_list
             stock(alike, replace(config, mode=mode, selective_ac_option="op"), op_sac_save_list=saved, **options)
             for name, layer in alike.layers.named_children():
+                layer.__class__ = KeepsAttention if kept == ATTENTION else layer.__class__
                 layers.register_module(name, layer)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, CheckpointWrapper
 
 from torchtitan_magi.sizing.keeping.kinds import Keeping
 from torchtitan_magi.training.activations.offload import Offloader
@@ -18,6 +18,11 @@ class KeepsAll(ActivationWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's."""
         return self._checkpoint_wrapped_module(*args, **kwargs)
+
+
+class KeepsAttention(CheckpointWrapper):
+    """A selective checkpoint of a type of its own. torch.compile takes two of one type for the same if their functions
+    differ only in what they close over, and a layer would keep what one before it does."""
 
 
 _offloaders: dict[torch.device, Offloader] = {}
