@@ -70,6 +70,9 @@ def open_trainer(arguments: Sequence[str]) -> "Iterator[RolloutTrainer]":
 @recorded  # so that torchrun says last what went wrong, whatever it is
 def main() -> None:
     """Trains as the command line says."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its former name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no memory is lost between blocks
+
     from torchtitan_magi.titan import adapter
 
     importlib.import_module(f"{adapter.__name__}.trainer").main()
