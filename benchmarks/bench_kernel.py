@@ -16,14 +16,14 @@ one that differs, or fails, is named and left out.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from figures import part, recording_parser, result, save, side_by_side, table, thousands
+from figures import RESULTS, part, recording_parser, result, save, side_by_side, sources, table, thousands
 from rivals import ATTENTIONS, Attention, Case
 from timing import Time, in_bursts
 
@@ -357,63 +357,6 @@ def spread_text(found: dict[str, Any]) -> str:
     return text
 
 
-def mask_name(case: str) -> str:
-    return case.replace("histogram, all", "histogram, three packs").replace("varlen", "8 documents,")
-
-
-def speeds(by: dict[str, dict[str, Any]], way: str, names: Iterable[str]) -> list[str | None]:
-    """TFLOP/s of each implementation that did the case."""
-    return [f"{by[name][f'{way}_tflops']:.0f}" if name in by else None for name in names]
-
-
-def kernel_table(found: dict[str, Any]) -> str:
-    """All masks; histogram packs of one length together."""
-    rows = [row for row in found["rows"] if not row["case"].removeprefix("histogram ").isdigit()]
-    lines, flex = [], ["flex"] * any(row["impl"] == "flex" for row in rows)
-    for case, by in side_by_side(rows, "impl", "case", "tokens", "heads", "head_dim").items():
-        name, tokens, *heads = case
-        forward = speeds(by, "fwd", ("ours", "fa3", "cudnn", "varlen_attn", *flex))
-        backward = speeds(by, "bwd", ("ours", "ours deterministic", "cudnn", "varlen_attn", *flex))
-        lines.append([mask_name(name), thousands(tokens), *heads, *forward, *backward])
-    columns = ["mask", "tokens", "heads", "head_dim", "forward: ours", "FA3", "cuDNN", "varlen_attn", *flex]
-    return table([*columns, "backward: ours", "deterministic", "cuDNN", "varlen_attn", *flex], lines)
-
-
-def sustained_table(found: dict[str, Any]) -> str:
-    """Without pauses, beside FlashAttention-3's forward."""
-    lines = []
-    for case, by in side_by_side(found["rows"], "impl", "case", "tokens", "heads", "head_dim").items():
-        name, tokens, *heads = case
-        clocks = [f"{by[impl]['fwd_clock']:.0f}" if impl in by else None for impl in ("ours", "fa3")]
-        lines.append([
-            mask_name(name).replace("histogram 0", "histogram"), thousands(tokens), *heads,
-            *speeds(by, "fwd", ("ours", "fa3")), ratio(by, "fwd", "fa3"), *clocks,
-            *speeds(by, "bwd", ("ours", "cudnn")), ratio(by, "bwd", "cudnn"),
-        ])  # fmt: skip
-    columns = ["mask", "tokens", "heads", "head_dim", "forward: ours", "FA3", "ratio", "MHz: ours", "FA3"]
-    return table([*columns, "backward: ours", "cuDNN", "ratio"], lines)
-
-
-def ratio(by: dict[str, dict[str, Any]], way: str, other: str) -> str | None:
-    name = f"{way}_tflops"
-    return f"{by['ours'][name] / by[other][name]:.2f}" if {"ours", other} <= by.keys() else None
-
-
-def variants_table(found: dict[str, Any]) -> str:
-    """Wide heads, softcap, sinks and a narrow window."""
-    lines = []
-    fields = ("head_dim", "value_dim", "heads", "tokens", "window", "softcap", "sinks")
-    for case, by in side_by_side(found["rows"], "impl", *fields).items():
-        dim, value_dim, heads, tokens, window, softcap, sinks = case
-        extras = [f"window {window}"] * bool(window) + [f"softcap {softcap:g}"] * bool(softcap) + ["sinks"] * sinks
-        forward = speeds(by, "fwd", ("ours", WITHOUT_SINKS, "cudnn", "fa3", "varlen_attn"))
-        backward = speeds(by, "bwd", ("ours", WITHOUT_SINKS, "cudnn", "varlen_attn"))
-        lines.append([f"{dim}/{value_dim}", heads, thousands(tokens), ", ".join(extras), *forward, *backward])
-    columns = ["head_dim of q, k / v", "heads", "tokens", ""]
-    columns += ["forward: ours", "without sinks", "cuDNN", "FA3", "varlen_attn"]
-    return table([*columns, "backward: ours", "without sinks", "cuDNN", "varlen_attn"], lines)
-
-
 def lists_table(found: dict[str, Any]) -> str:
     lines = [[f"{row['tokens']:,}", f"{row['documents']:,}", f"{row['build_ms']:.2f}"] for row in found["lists"]]
     return table(["tokens", "documents", "ms"], lines)
@@ -433,10 +376,26 @@ def causal_table(found: dict[str, Any]) -> str:
     return table(columns, lines)
 
 
+def by_turns(kind: str) -> dict[str, dict[str, Any]]:
+    """The files KIND_CARD.json whose rows have ratios; older ones are of single calls."""
+    found = {path.stem: result(path.stem) for path in sorted(RESULTS.glob(f"{kind}_h?00.json"))}
+    return {name: file for name, file in found.items() if "fwd_ratio" in file["rows"][0]}
+
+
+def of_cards(kind: str) -> str:
+    """The table of each card."""
+    texts = []
+    for name, found in by_turns(kind).items():
+        texts += [f"One {found['device']}:", ratios_table(found), spread_text(found)]
+        if (RESULTS / f"{name}.png").exists():
+            texts.append(f"![TFLOP/s of each kernel by mask and length](../../benchmarks/results/{name}.png)")
+        texts.append(sources(name))
+    return "\n\n".join(texts)
+
+
 PARTS: dict[str, Callable[[], str]] = {  # of the docs
-    "kernel": part(kernel_table, "kernel_h200"),
-    "kernel-sustained": part(sustained_table, "kernel_sustained_h200"),
-    "kernel-variants": part(variants_table, "variants_h200"),
+    "kernel": lambda: of_cards("kernel"),
+    "kernel-variants": lambda: of_cards("variants"),
     "kernel-trees": part(causal_table, "kernel_trees_h200"),
     "kernel-lists": lambda: lists_table(result("kernel_h200")),
 }

@@ -239,6 +239,7 @@ def record_run() -> None:
     kept = as_option(steps.seen.memory.setup.keepings)
     found: dict[str, Any] = {"step_ms": 1e3 * statistics.median(seconds), "kept": kept, "loss": steps.losses[-1]}
     found["losses"] = [round(loss, 5) for loss in steps.losses[:LONG]]
+    found |= {"steps_ms": [round(1e3 * step, 1) for step in steps.seconds[:LONG]], "retries": steps.retries[:LONG]}
     found |= steps.peaks | {"host_after_gib": host_gib()}
     if len(times) >= LONG:
         fifths = [range(len(times))[i * len(times) // 5 : (i + 1) * len(times) // 5] for i in range(5)]

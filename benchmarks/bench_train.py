@@ -312,7 +312,7 @@ def memory_table(*files: dict[str, Any]) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {  # of the docs
-    "training": part(speed_table, "train_8b_64k_h200x2", "train_h200x2", "train_h200x4"),
+    "training": part(speed_table, "train_8b_64k_h200x2", "train_8b_h200x4", "train_h200x2", "train_h200x4"),
     "training-rivals": part(speed_table, "train_rivals_h200"),
     "training-long": part(steadiness_table, "train_long_h200x2", "train_epochs_h200x2"),
     "training-moe": part(speed_table, "train_moe_h200x2", "train_moe_balanced_h200x2"),

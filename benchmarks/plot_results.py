@@ -21,18 +21,21 @@ from matplotlib import pyplot
 COLORS = {
     "ours": "#1b6ca8", "resident": "#8fbbd9", "ideal": "#222222", "ours deterministic": "#8fbbd9",
     "ours, dp 2": "#4c93c4", "ours, tp 2": "#8fbbd9", "cudnn": "#5a9e3d", "varlen_attn": "#d98e32", "flex": "#a05195",
+    "cudnn packed": "#9ac97f",
     "fa3": "#c0392b", "all-gather": "#d98e32", "all-gather balanced": "#c0572b", "ring": "#a05195",
     "ulysses": "#5a9e3d", "no CP": "#222222", "no CP, flex": "#d98e32", "ours by NCCL": "#4c93c4",
     "no attention": "#cccccc",
 }  # fmt: skip
 LEGEND = NAMES | {
     "ours deterministic": "ours, deterministic", "cudnn": "cuDNN", "fa3": "FlashAttention-3", "ulysses": "Ulysses",
+    "cudnn packed": "cuDNN, packed",
     "resident": "ours, resident", "all-gather balanced": "balanced all-gather",
 }  # fmt: skip
 TRACE_COLORS = {"attention": "#1b6ca8", "communication": "#d98e32", "rows and sums": "#8fbbd9"}
 KERNEL_PANELS = {
     "causal": "one causal document", "full": "one document, full attention", "varlen causal": "8 documents, causal",
     "varlen full": "8 documents, full attention", "histogram": "documents of a length histogram, causal",
+    "lognormal": "documents of lognormal lengths, causal",
     "window": "sliding window of 1,024", "block causal": "blocks of 1,024, causal",
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ class Steps:
         waits: seconds for a batch and its plan.
         memory: GiB of each step: of the GPU allocated at most, reserved at most, and outside of PyTorch's allocator;
             and of the host.
+        retries: how often the allocator had freed its cache until then, for lack of memory.
         seen: the metrics.
     """
 
@@ -30,6 +31,7 @@ class Steps:
         self.times: list[float] = []
         self.losses: list[float] = []
         self.waits: list[float] = []
+        self.retries: list[int] = []
         self.memory: dict[str, list[float]] = {f"{name}_gib": [] for name in ("peak", "reserved", "outside", "host")}
         self.seen: Any = None
         log = metrics.log
@@ -57,6 +59,7 @@ class Steps:
         self.waits.append(sum(metrics.data_loading_times))
         now = 0, 0, 0
         if torch.cuda.is_available():
+            self.retries.append(torch.cuda.memory_stats()["num_alloc_retries"])
             (free, total), reserved = torch.cuda.mem_get_info(), torch.cuda.memory_reserved()
             now = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), total - free - reserved
         for values, gib in zip(self.memory.values(), (*(x / GIB for x in now), host_gib()), strict=True):

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests/long")]
 
 from bench_cp import packs_of  # noqa: E402
-from figures import RESULTS, Row, result, side_by_side, sources, table, thousands, total_ms  # noqa: E402
+from bench_kernel import by_turns  # noqa: E402
+from figures import RESULTS, Row, result, sources, table, thousands, total_ms  # noqa: E402
 
 __all__ = ["PARTS", "RESULTS", "result", "sources", "table"]
 
@@ -39,7 +40,8 @@ OWNERS += ("compare_versions", "compatibility", "loss_curves", "start_configs", 
 
 def span(values: Sequence[float], digits: int) -> str:
     """The least to the greatest."""
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+    least, greatest = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return least if least == greatest else f"{least} to {greatest}"
 
 
 def headline() -> str:
@@ -49,30 +51,34 @@ def headline() -> str:
 
 
 def kernel_figures() -> str:
-    """Our kernel beside FlashAttention-3 and cuDNN; only what kernel_h200.json has of both."""
-    rows = [row for row in result("kernel_h200")["rows"] if row["heads"] == "64:8" or row["head_dim"] == 64]
-    packs, document, narrow = (
-        side_by_side([row for row in rows if (row["case"], row["head_dim"]) == kind], "impl", "tokens", "heads")
-        for kind in (("histogram, all", 128), ("causal", 128), ("causal", 64))
+    """Our kernel beside FlashAttention-3 and cuDNN's packed attention, on the first card of those measured by turns."""
+    found = next(iter(by_turns("kernel").values()))
+    rows = [row for row in found["rows"] if row["heads"] == "64:8"]
+    packs, document, narrow, narrow_packs = (
+        [row for row in rows if row["case"] in cases and row["head_dim"] == dim]
+        for cases, dim in ((PACKS, 128), (("causal",), 128), (("causal",), 64), (PACKS, 64))
     )
-    on_packs, on_one, on_narrow = (faster(cases, "fa3", "fwd_ms") for cases in (packs, document, narrow))
+    card = found["device"].split()[1]  # NVIDIA H200
     return (
-        f"**Kernel** (one H200, heads 64:8, head_dim 128): forward {on_packs} times as fast as FlashAttention-3 on "
-        f"packs of {lengths(packs)} tokens, {on_one} times on one causal document of {lengths(document)}; with "
-        f"head_dim 64 {on_narrow} times. "
-        f"Backward {faster(document, 'cudnn', 'bwd_ms')} times as fast as cuDNN on one document; that of others "
-        "on packs has not been measured."
+        f"**Kernel** (one {card}, heads 64:8, head_dim 128): forward {faster(packs, 'fa3')} times as fast as "
+        f"FlashAttention-3 on packs of {lengths(packs)} tokens, {faster(document, 'fa3')} times on one causal document "
+        f"of {lengths(document)}; with head_dim 64 {faster(narrow_packs, 'fa3')} and {faster(narrow, 'fa3')} times. "
+        f"Backward {faster(packs, 'cudnn packed', 'bwd')} times as fast as cuDNN's on packs, "
+        f"{faster(document, 'cudnn packed', 'bwd')} times on one document."
     )
 
 
-def faster(cases: Mapping[tuple[int, str], Mapping[str, Row]], other: str, way: str) -> str:
+PACKS = "histogram", "lognormal"
+
+
+def faster(rows: Sequence[Row], other: str, way: str = "fwd") -> str:
     """The least and the greatest speed of ours over that of another kernel."""
-    return span([found[other][way] / found["ours"][way] for found in cases.values()], 2)
+    return span([row[f"{way}_ratio"] for row in rows if row["impl"] == other], 2)
 
 
-def lengths(cases: Mapping[tuple[int, str], Mapping[str, Row]]) -> str:
+def lengths(rows: Sequence[Row]) -> str:
     """The least and the greatest number of tokens."""
-    tokens = [tokens for tokens, _ in cases]
+    tokens = [row["tokens"] for row in rows]
     return f"{thousands(min(tokens))} to {thousands(max(tokens))}"
 
 

@@ -78,10 +78,10 @@ def test_files_that_a_page_names_are_there():
             assert not folders or any((folder / name).is_file() for folder in folders), f"{page.name}: {name}"
 
 
-def test_every_result_is_used_by_a_page_or_a_script():
+def test_every_result_is_used_by_a_page_a_script_or_a_test():
     texts = [page.read_text() for page in PAGES] + [
         script.read_text()
-        for folder in ("benchmarks", "docs/_build", "tests/long")
+        for folder in ("benchmarks", "docs/_build", "tests/long", "tests/planning")
         for script in (ROOT / folder).glob("*.py")
     ]
     for result in (ROOT / "benchmarks" / "results").glob("*.json"):

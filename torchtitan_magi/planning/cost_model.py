@@ -206,9 +206,9 @@ def _figures(costs: dict[str, Any]) -> list[float]:
     return [value for cost in costs.values() for value in (vars(cost).values() if type(cost) in _COMPOUND else (cost,))]
 
 
-# Kernel: `calibrate --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predicted the cases of that file
+# Kernel: `calibrate --fit` with the kernel of commit 16ed43a; they predict single calls (calibration_h200.json)
 # to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward. The forward is 2 to 4% faster since.
-# The factors of wide heads: dense rows of variants_h200.json, within 10%.
+# The factors of wide heads: dense rows of calibration_wide_h200.json, within 10%.
 # The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
 # showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` is not
 # measured: it assumes one 400 Gb/s adapter per GPU, and 2 us for each peer's message.
