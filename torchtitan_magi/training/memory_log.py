@@ -73,6 +73,17 @@ def log_prediction(setup: Setup) -> Prediction:
     return prediction
 
 
+def give_back_before(optimizers: Any) -> None:
+    """Before the first step of torchtitan's optimizers, gives the GPU back what the allocator has free. In that step
+    their states are made, which stay: they would take pieces of the blocks that later backwards need whole."""
+
+    def give_back(*_: Any) -> None:
+        hook.remove()
+        torch.cuda.empty_cache()
+
+    hook = optimizers.register_step_pre_hook(give_back)
+
+
 class MeasuredMemory:
     """Measures what training takes of the GPUs' memory, and logs it once beside what was predicted.
 

@@ -20,6 +20,7 @@ from torchtitan_magi.training.batches.pack_loader import PackLoader, build_datal
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import read_metadata
 from torchtitan_magi.training.experts import expert_biases, expert_counts_kept
+from torchtitan_magi.training.memory_log import give_back_before
 from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.lora import log_trainable
@@ -185,6 +186,7 @@ class ObjectiveTrainer:
     def _begin(self) -> None:
         """Once, between loading the checkpoint and the first step."""
         self.steps_done = self.step
+        give_back_before(self.optimizers)
         for objective in self.objectives:
             objective.reference.prepare(self.step)
 

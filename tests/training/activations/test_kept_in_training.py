@@ -145,6 +145,27 @@ def test_a_compiled_layer_keeps_what_it_is_to(kinds):
     assert kept["inputs"] < kept["attention"] < 0.8 * kept["products"] < 0.8 * kept["all"]
 
 
+def report_given_back(report):
+    """Reports when the allocator gives back what it has free, and when an optimizer makes the state of a weight."""
+    import torch
+
+    step = torch.optim.AdamW.step
+
+    def reported(optimizer, *arguments, **options):
+        report("update", len(optimizer.state))
+        return step(optimizer, *arguments, **options)
+
+    torch.optim.AdamW.step = reported
+    torch.cuda.empty_cache = lambda: report("given back")
+
+
+def test_free_memory_is_given_back_once_before_states_are_made():
+    found = train(1, ["--training.steps", "3"], layers=4, entry="torchtitan_magi.train", setup=report_given_back)
+    done = [event for event in found.events[0] if event[0] in ("update", "given back")]
+    assert [name for name, *_ in done] == ["given back", "update", "update", "update"]
+    assert [count > 0 for _, count in done[1:]] == [False, True, True]
+
+
 def test_a_killed_run_goes_on_with_another_mix():
     options = f"{CHECKPOINTS} --training.steps 6 --activation_checkpoint.mode auto"
 
