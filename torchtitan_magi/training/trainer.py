@@ -59,6 +59,7 @@ class ObjectiveTrainer:
     steps_done = 0
     gradient_accumulation_steps: int
     num_pipeline_parallel_microbatches = 1
+    optimizers: Any
     pipeline: Pipeline | None = None  # where the model is in parts
     process: Process
     loaded_names: frozenset[str] | None = None  # of all entries of the checkpoint that is being loaded
