@@ -1,7 +1,9 @@
 """The commands themselves: torchrun with our module."""
 
+import importlib
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from support.processes import torchrun
 from support.runs import DEBUG_TOML, SMALL, TrainingError, new_folder, on_corpus, run_script, train
 from torch.distributed import checkpoint
 
+from torchtitan_magi import train as command
 from torchtitan_magi.training.checkpoints.digests import DigestWriter
 
 
@@ -62,3 +65,20 @@ def test_plain_torchrun_says_which_checkpoint_is_broken_and_what_to_do(tmp_path)
     *_, last = filter(None, (line.strip(" =") for line in result.stderr.splitlines()))
     assert last.startswith(f"ValueError: {folder}/__0_0.distcp is damaged: ")
     assert last.endswith("; load another checkpoint, or copy this one again from where it is whole")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_memory_grows_in_segments_unless_the_user_sets_the_allocator(given, expected, monkeypatch):
+    seen, stock = [], importlib.import_module
+    trainer = SimpleNamespace(main=lambda: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    monkeypatch.setattr(importlib, "import_module", lambda name: trainer if "trainer" in name else stock(name))
+    monkeypatch.setattr(os, "environ", {**given})
+    command.main()
+    assert seen == [expected]

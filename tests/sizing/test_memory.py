@@ -198,10 +198,10 @@ def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured():
 def offload_without_fsdp():
     from torchtitan_magi.training.settings.degrees import check_offload
 
-    check_offload(False, "cuda", fsdp_enabled=False)
-    check_offload(True, "cuda", fsdp_enabled=True)
+    check_offload(False, fsdp_enabled=False)
+    check_offload(True, fsdp_enabled=True)
     try:
-        check_offload(True, "cuda", fsdp_enabled=False)
+        check_offload(True, fsdp_enabled=False)
     except ValueError as error:
         return str(error)
 

@@ -7,6 +7,8 @@ from support.errors import assert_one_line, changed, error_of
 from support.processes import python
 from support.runs import DEBUG_TOML, IS_0_3, corpus
 
+from torchtitan_magi.training.settings import degrees
+
 
 @pytest.mark.parametrize(
     ("arguments", "messages"),
@@ -15,7 +17,11 @@ from support.runs import DEBUG_TOML, IS_0_3, corpus
         ("--magi.lora.rank -1", ["magi.lora.rank is -1", "a rank such as 16"]),
         ("--training.dataset c4_test --magi.epochs 2", ["epochs is 2, but training.dataset 'c4_test' has none"]),
         ("--magi.cost_model no.json", ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
-        ("--training.enable_cpu_offload", ["training.enable_cpu_offload is true", "no GPU", "set it to false"]),
+        *(
+            (f"--{option}", [f"{option} is true", "no GPU, which it needs", "set it to false"])
+            for option in degrees.NEED_A_GPU
+            if not (IS_0_3 and option == "profiling.enable_profiling")
+        ),
         (
             "--activation_checkpoint.mode auto --activation_checkpoint.debug",
             ["debug is true, but mode 'auto'", '"full"'],

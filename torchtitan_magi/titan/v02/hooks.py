@@ -53,7 +53,7 @@ from torchtitan_magi.training.process.error_file import ERROR_FILE, recorded
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file_if_any
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
-from torchtitan_magi.training.settings.degrees import check_degrees, check_offload
+from torchtitan_magi.training.settings.degrees import check_degrees, check_needs
 from torchtitan_magi.training.settings.magi_section import import_modules
 from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.values import check_toml, check_values, read_toml, usage_errors
@@ -161,7 +161,7 @@ def _validate_config(stock: Any, manager: ConfigManager) -> None:
     if isinstance(magi, Magi):
         import_modules(magi.imports)
         check_name(manager.config.model.name)
-        check_offload(manager.config.training.enable_cpu_offload, utils.device_type)
+        check_needs(manager.config, utils.device_type)
 
 
 @contextlib.contextmanager

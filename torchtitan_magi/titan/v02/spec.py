@@ -184,7 +184,7 @@ class MagiSpec(RunParts):
 
     def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
         """The model parallelized as torchtitan does, each layer with our attention."""
-        check_offload(job_config.training.enable_cpu_offload, utils.device_type, parallel_dims.fsdp_enabled)
+        check_offload(job_config.training.enable_cpu_offload, parallel_dims.fsdp_enabled)
         if self.runtime is None:  # a second model, the reference of preference training, runs on the same plans
             self.runtime = self.make_runtime(model.model_args, parallel_dims, job_config)
         model.magi = self.runtime

@@ -142,6 +142,7 @@ def job_of(config: Any) -> Any:
         "model": SimpleNamespace(name=spec.name, flavor=spec.flavor, hf_assets_path=config.hf_assets_path),
         "training": SimpleNamespace(**values_of(training), **_data(config.dataloader)),
         "validation": validation,
+        "profiling": config.profiler,
         "activation_checkpoint": _checkpointing_section(config.activation_checkpoint),
     }
     return SimpleNamespace(**values_of(config) | renamed)

@@ -102,8 +102,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         """Also checks, as soon as ranks can agree, what a user can get wrong, and makes the runtime."""
         job, facts = self.job_config, self.model_facts
         degrees.check_parallelism(job.parallelism, int(os.environ["WORLD_SIZE"]))
-        device = utils.device_type
-        degrees.check_offload(job.training.enable_cpu_offload, device)
+        degrees.check_needs(job, utils.device_type, ["profiling.enable_profiling"])
         dims = super().init_distributed()
         check_settings(job, DATASETS, True, self._check_version)
         self.read_model(lambda: facts)
@@ -113,7 +112,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         self.runtime, self.process = runtime, partial(local_batch, runtime)
         runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim)
         self._open_data(dims)
-        self.memory = memory_of_run(job, dims, facts, self.loader, True, device)
+        self.memory = memory_of_run(job, dims, facts, self.loader, True, utils.device_type)
         if isinstance(checkpointing := self.config.activation_checkpoint, MagiMixedAC.Config):
             checkpointing.keeping = self.memory.setup.keepings
         return dims
