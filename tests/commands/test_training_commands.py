@@ -1,6 +1,5 @@
 """The commands themselves: torchrun with our module."""
 
-import importlib
 import os
 import re
 from types import SimpleNamespace
@@ -76,9 +75,9 @@ def test_plain_torchrun_says_which_checkpoint_is_broken_and_what_to_do(tmp_path)
     ],
 )
 def test_memory_grows_in_segments_unless_the_user_sets_the_allocator(given, expected, monkeypatch):
-    seen, stock = [], importlib.import_module
+    seen = []
     trainer = SimpleNamespace(main=lambda: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
-    monkeypatch.setattr(importlib, "import_module", lambda name: trainer if "trainer" in name else stock(name))
+    monkeypatch.setattr(command, "importlib", SimpleNamespace(import_module=lambda _: trainer))
     monkeypatch.setattr(os, "environ", {**given})
     command.main()
     assert seen == [expected]
