@@ -1,5 +1,6 @@
 """The memory of a run in the log: predicted before its first step, then measured."""
 
+import functools
 import logging
 import operator
 from collections.abc import Iterator
@@ -76,12 +77,8 @@ def log_prediction(setup: Setup) -> Prediction:
 def give_back_before(optimizers: Any) -> None:
     """Before the first step of torchtitan's optimizers, gives the GPU back what the allocator has free. In that step
     their states are made, which stay: they would take pieces of the blocks that later backwards need whole."""
-
-    def give_back(*_: Any) -> None:
-        hook.remove()
-        torch.cuda.empty_cache()
-
-    hook = optimizers.register_step_pre_hook(give_back)
+    once = functools.cache(torch.cuda.empty_cache)
+    optimizers.register_step_pre_hook(lambda *_: once())
 
 
 class MeasuredMemory:
