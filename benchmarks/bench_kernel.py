@@ -376,16 +376,15 @@ def causal_table(found: dict[str, Any]) -> str:
     return table(columns, lines)
 
 
-def by_turns(kind: str) -> dict[str, dict[str, Any]]:
-    """The files KIND_CARD.json whose rows have ratios; older ones are of single calls."""
-    found = {path.stem: result(path.stem) for path in sorted(RESULTS.glob(f"{kind}_h?00.json"))}
-    return {name: file for name, file in found.items() if "fwd_ratio" in file["rows"][0]}
+def by_card(kind: str) -> dict[str, dict[str, Any]]:
+    """The files KIND_CARD.json."""
+    return {path.stem: result(path.stem) for path in sorted(RESULTS.glob(f"{kind}_h?00.json"))}
 
 
 def of_cards(kind: str) -> str:
     """The table of each card."""
     texts = []
-    for name, found in by_turns(kind).items():
+    for name, found in by_card(kind).items():
         texts += [f"One {found['device']}:", ratios_table(found), spread_text(found)]
         if (RESULTS / f"{name}.png").exists():
             texts.append(f"![TFLOP/s of each kernel by mask and length](../../benchmarks/results/{name}.png)")

@@ -71,7 +71,7 @@ def open_trainer(arguments: Sequence[str]) -> "Iterator[RolloutTrainer]":
 def main() -> None:
     """Trains as the command line says."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its former name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no memory is lost between blocks
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less is lost between blocks
 
     from torchtitan_magi.titan import adapter
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests/long")]
 
 from bench_cp import packs_of  # noqa: E402
-from bench_kernel import by_turns  # noqa: E402
+from bench_kernel import by_card  # noqa: E402
 from figures import RESULTS, Row, result, sources, table, thousands, total_ms  # noqa: E402
 
 __all__ = ["PARTS", "RESULTS", "result", "sources", "table"]
@@ -51,8 +51,8 @@ def headline() -> str:
 
 
 def kernel_figures() -> str:
-    """Our kernel beside FlashAttention-3 and cuDNN's packed attention, on the first card of those measured by turns."""
-    found = next(iter(by_turns("kernel").values()))
+    """Our kernel beside FlashAttention-3 and cuDNN's packed attention, on the first card of those measured."""
+    found = next(iter(by_card("kernel").values()))
     rows = [row for row in found["rows"] if row["heads"] == "64:8"]
     packs, document, narrow, narrow_packs = (
         [row for row in rows if row["case"] in cases and row["head_dim"] == dim]

@@ -37,7 +37,7 @@ def test_the_readme_is_the_first_page(site):
 
 
 def test_files_outside_of_the_docs_come_along(site):
-    for name in ("benchmarks/results/kernel_h200.json", "benchmarks/results/data.png", "examples/own_mask.py"):
+    for name in ("benchmarks/results/kernel_h200.json", "benchmarks/results/kernel_h200.png", "examples/own_mask.py"):
         assert (site / "files" / name).read_bytes() == (ROOT / name).read_bytes()
     assert not (site / "_build" / "mkdocs.yml").exists()
 

@@ -206,7 +206,7 @@ def _figures(costs: dict[str, Any]) -> list[float]:
     return [value for cost in costs.values() for value in (vars(cost).values() if type(cost) in _COMPOUND else (cost,))]
 
 
-# Kernel: `calibrate --fit` with the kernel of commit 16ed43a; they predict single calls (calibration_h200.json)
+# Kernel: `calibrate --fit` with single calls of the kernel of commit 16ed43a, which they predicted
 # to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward. The forward is 2 to 4% faster since.
 # The factors of wide heads: dense rows of calibration_wide_h200.json, within 10%.
 # The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward

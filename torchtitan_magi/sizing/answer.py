@@ -79,7 +79,7 @@ def verdict(answer: Answer) -> list[str]:
     if run.fits:
         fits = f"Fits: {taken} on {where}."
     elif run.memory.total <= gpu.capacity:
-        fits = f"Just fits: {taken} on {where}; a prediction is off by up to 6%."
+        fits = f"Just fits: {taken} on {where}; a prediction is off by up to 8%."
     else:
         fits = f"Does not fit: {taken} on {where}."
     packs = counted(answer.packs_per_step, "pack")

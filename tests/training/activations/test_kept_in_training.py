@@ -1,6 +1,7 @@
 """Runs whose layers keep different things for their backward: losses and gradient norms are those of keeping all."""
 
 import functools
+import importlib
 import itertools
 
 import pytest
@@ -54,8 +55,6 @@ def offload_everything(report):
 
 def report_kept(report):
     """Reports how many bytes each layer saves for its backward, as often as it runs."""
-    import importlib
-
     from torch.autograd.graph import saved_tensors_hooks
 
     def counted(number, call, *arguments, **options):
@@ -78,6 +77,20 @@ def report_kept(report):
 
     adapter = importlib.import_module(f"torchtitan_magi.titan.{'v03.models' if IS_0_3 else 'v02.spec'}")
     adapter.offload_layers = count_layers
+
+
+def report_given_back(report):
+    """Reports when the allocator gives back what it has free, and when an optimizer makes the state of a weight."""
+    import torch
+
+    step = torch.optim.AdamW.step
+
+    def reported(optimizer, *arguments, **options):
+        report("update", len(optimizer.state))
+        return step(optimizer, *arguments, **options)
+
+    torch.optim.AdamW.step = reported
+    torch.cuda.empty_cache = lambda: report("given back")
 
 
 @functools.cache
@@ -143,20 +156,6 @@ def test_a_compiled_layer_keeps_what_it_is_to(kinds):
     found = train(1, [*keep, "--compile.enable"], layers=4, entry="torchtitan_magi.train", setup=report_kept)
     kept = {kinds[number]: num_bytes for number, num_bytes in found.of("kept")}
     assert kept["inputs"] < kept["attention"] < 0.8 * kept["products"] < 0.8 * kept["all"]
-
-
-def report_given_back(report):
-    """Reports when the allocator gives back what it has free, and when an optimizer makes the state of a weight."""
-    import torch
-
-    step = torch.optim.AdamW.step
-
-    def reported(optimizer, *arguments, **options):
-        report("update", len(optimizer.state))
-        return step(optimizer, *arguments, **options)
-
-    torch.optim.AdamW.step = reported
-    torch.cuda.empty_cache = lambda: report("given back")
 
 
 def test_free_memory_is_given_back_once_before_states_are_made():

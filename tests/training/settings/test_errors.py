@@ -7,7 +7,7 @@ from support.errors import assert_one_line, changed, error_of
 from support.processes import python
 from support.runs import DEBUG_TOML, IS_0_3, corpus
 
-from torchtitan_magi.training.settings import degrees
+from torchtitan_magi.training.settings.sections import NEED_A_GPU
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from torchtitan_magi.training.settings import degrees
         ("--magi.cost_model no.json", ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
         *(
             (f"--{option}", [f"{option} is true", "no GPU, which it needs", "set it to false"])
-            for option in degrees.NEED_A_GPU
+            for option in NEED_A_GPU
             if not (IS_0_3 and option == "profiling.enable_profiling")
         ),
         (

@@ -41,7 +41,7 @@ from torchtitan_magi.titan.v02.cpu import TorchOfExperts
 from torchtitan_magi.titan.v02.experts import GateStyle, LayerStyle, prepare_input, token_dispatch
 from torchtitan_magi.titan.v02.models import check_name
 from torchtitan_magi.titan.wrap import wrap
-from torchtitan_magi.training.activations.layers import KeepsAttention
+from torchtitan_magi.training.activations.layers import told_apart
 from torchtitan_magi.training.batches import run_length
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import loading, save_with_digests, saving
@@ -53,9 +53,10 @@ from torchtitan_magi.training.process.error_file import ERROR_FILE, recorded
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file_if_any
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
-from torchtitan_magi.training.settings.degrees import check_degrees, check_needs
+from torchtitan_magi.training.settings.degrees import check_degrees
 from torchtitan_magi.training.settings.magi_section import import_modules
 from torchtitan_magi.training.settings.options import Magi
+from torchtitan_magi.training.settings.sections import check_gpu_options
 from torchtitan_magi.training.settings.values import check_toml, check_values, read_toml, usage_errors
 from torchtitan_magi.training.trainer import ObjectiveTrainer, loading_train_state
 from torchtitan_magi.wording import one_line
@@ -161,7 +162,7 @@ def _validate_config(stock: Any, manager: ConfigManager) -> None:
     if isinstance(magi, Magi):
         import_modules(magi.imports)
         check_name(manager.config.model.name)
-        check_needs(manager.config, utils.device_type)
+        check_gpu_options(manager.config, utils.device_type)
 
 
 @contextlib.contextmanager
@@ -283,8 +284,7 @@ def _apply_ac(stock: Any, model: nn.Module, config: Any, *, op_sac_save_list: An
             saved = {attention_op} if kept == ATTENTION else op_sac_save_list
             stock(alike, replace(config, mode=mode, selective_ac_option="op"), op_sac_save_list=saved, **options)
             for name, layer in alike.layers.named_children():
-                layer.__class__ = KeepsAttention if kept == ATTENTION else layer.__class__
-                layers.register_module(name, layer)
+                layers.register_module(name, told_apart(layer, kept))
 
 
 def _whole_heads(stock: Any, adapter: Any, weight: Tensor, *args: Any) -> Tensor:

@@ -20,7 +20,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan_magi.attention.op import attention_op
 from torchtitan_magi.linear.op import conv_op, rule_op
 from torchtitan_magi.sizing.keeping.kinds import ALL, ATTENTION, INPUTS, Keeping
-from torchtitan_magi.training.activations.layers import KeepsAll, KeepsAttention
+from torchtitan_magi.training.activations.layers import KeepsAll, told_apart
 from torchtitan_magi.training.batches import run_length
 from torchtitan_magi.training.batches.microbatch import Process
 from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
@@ -84,9 +84,7 @@ class MagiMixedAC(MagiSelectiveAC):
             return KeepsAll(module)
         if self._kept == INPUTS:
             return FullAC(self.config)._wrap_block(module, base_fqn=base_fqn)
-        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
-        wrapped.__class__ = KeepsAttention if self._kept == ATTENTION else wrapped.__class__
-        return wrapped
+        return told_apart(super()._wrap_block(module, base_fqn=base_fqn), self._kept)
 
 
 class ObjectiveLoss(BaseLoss):

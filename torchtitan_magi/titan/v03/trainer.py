@@ -50,7 +50,7 @@ from torchtitan_magi.training.settings.checks import check_settings
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.optimizer import check_groups, check_states
 from torchtitan_magi.training.settings.options import Magi
-from torchtitan_magi.training.settings.sections import check_launcher
+from torchtitan_magi.training.settings.sections import check_gpu_options, check_launcher
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 
 
@@ -102,7 +102,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         """Also checks, as soon as ranks can agree, what a user can get wrong, and makes the runtime."""
         job, facts = self.job_config, self.model_facts
         degrees.check_parallelism(job.parallelism, int(os.environ["WORLD_SIZE"]))
-        degrees.check_needs(job, utils.device_type, ["profiling.enable_profiling"])
+        check_gpu_options(job, utils.device_type, ["profiling.enable_profiling"])
         dims = super().init_distributed()
         check_settings(job, DATASETS, True, self._check_version)
         self.read_model(lambda: facts)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, CheckpointWrapper
 
-from torchtitan_magi.sizing.keeping.kinds import Keeping
+from torchtitan_magi.sizing.keeping.kinds import ATTENTION, Keeping
 from torchtitan_magi.training.activations.offload import Offloader
 
 
@@ -21,8 +21,19 @@ class KeepsAll(ActivationWrapper):
 
 
 class KeepsAttention(CheckpointWrapper):
-    """A selective checkpoint of a type of its own. torch.compile takes two of one type for the same if their functions
-    differ only in what they close over, and a layer would keep what one before it does."""
+    """A selective checkpoint that keeps what attention puts out alone, see ``told_apart``."""
+
+
+def told_apart(checkpoint: nn.Module, kept: str) -> nn.Module:
+    """The wrapper of a layer, of a type of its own by what it keeps. torch.compile takes two of one type for the same
+    if their functions differ only in what they close over, and a layer would keep what one before it does.
+
+    Args:
+        kept: ``Keeping.kept`` of the layer.
+    """
+    if kept == ATTENTION:
+        checkpoint.__class__ = KeepsAttention
+    return checkpoint
 
 
 _offloaders: dict[torch.device, Offloader] = {}

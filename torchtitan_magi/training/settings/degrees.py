@@ -1,7 +1,5 @@
 """Checks of parallel degrees: the section [parallelism], and whether a model can be spread by it."""
 
-from collections.abc import Sequence
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,29 +134,6 @@ def check_pipeline(job: Any, model: ModelConfig) -> None:
             f'magi.dpo.reference is "file", but a pipeline (parallelism.pipeline_parallel_degree {degree}) computes no '
             'such file; set it to "model"'
         )
-
-
-NEED_A_GPU = (
-    "training.enable_cpu_offload",
-    "training.gc_debug",
-    "profiling.enable_profiling",
-    "profiling.enable_memory_snapshot",
-)
-
-
-def check_needs(job_config: Any, device_type: str, without: Sequence[str] = ()) -> None:
-    """Refuses on the CPU what torchtitan can do on GPUs alone, each with an error of its own.
-
-    Args:
-        device_type: that of torchtitan's tools, "cpu" once a run is to use the CPU.
-        without: options that need none in this torchtitan.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
-    for option in NEED_A_GPU if device_type == "cpu" else ():
-        if option not in without and attrgetter(option)(job_config):
-            raise ValueError(f"{option} is true, but there is no GPU, which it needs; set it to false")
 
 
 def check_offload(enabled: bool, fsdp_enabled: bool) -> None:

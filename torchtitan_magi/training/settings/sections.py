@@ -1,7 +1,8 @@
-"""Checks of the sections [training], [validation] and [activation_checkpoint]."""
+"""Checks of the sections [training], [validation], [activation_checkpoint] and [profiling]."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torchtitan_magi.training.process.all_ranks import rank_and_size
@@ -23,10 +24,33 @@ from torchtitan_magi.wording import quoted, quoted_path
 ENTRY = "torchrun -m torchtitan_magi.train"
 
 
+NEED_A_GPU = (
+    "training.enable_cpu_offload",
+    "training.gc_debug",
+    "profiling.enable_profiling",
+    "profiling.enable_memory_snapshot",
+)
+
+
 def check_launcher() -> None:
     """Raises ValueError, one line, in a process that no torchrun has started."""
     if "LOCAL_RANK" not in os.environ:
         raise ValueError(f"LOCAL_RANK is not set, as torchrun sets it; start it with {ENTRY}")
+
+
+def check_gpu_options(job_config: Any, device_type: str, without: Sequence[str] = ()) -> None:
+    """Refuses on the CPU what torchtitan does on GPUs alone: it would end in an error that names no remedy.
+
+    Args:
+        device_type: that of torchtitan's tools, "cpu" once a run is to use the CPU.
+        without: options that need none in this torchtitan.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    for option in NEED_A_GPU if device_type == "cpu" else ():
+        if option not in without and attrgetter(option)(job_config):
+            raise ValueError(f"{option} is true, but there is no GPU, which it needs; set it to false")
 
 
 def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool) -> None:
