@@ -25,6 +25,7 @@ from torchtitan_magi.sizing.exchanged_rows import (
 )
 from torchtitan_magi.sizing.memory import GIB, describe, moments, predict, remedies
 from torchtitan_magi.sizing.run_setup import Setup
+from torchtitan_magi.training.memory_log import give_back_before
 
 LLAMA_8B = ModelConfig("llama3", 4096, 32, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5))
 QWEN_30B = ModelConfig("qwen3", 2048, 48, 32, 4, 128, 6144, 151936, 1e-6, Rope(1e6), False, Experts(128, 8, 768, True))
@@ -51,8 +52,10 @@ def test_twice_the_shards_take_half_the_states(model):
     half, whole = parts_at(replace(setup, dp_shard=2), end), parts_at(setup, end)
     for part in ("parameters", "gradients", "optimizer states", "reference"):
         assert half[part] == pytest.approx(whole[part] / 2, rel=1e-6)
-    copies = parts_at(replace(setup, dp_replicate=2), end)
-    assert copies == whole  # a replica shares nothing
+    copies, end = replace(setup, dp_replicate=2), "the optimizer's step"
+    assert parts_at(copies, end) == parts_at(setup, end)  # a replica shares nothing
+    for each in moments(copies):  # a third stream's memory, which stays its own
+        assert each.parts["gradients"] == parts_at(setup, end)["gradients"]
 
 
 def test_parts_add_up_and_the_largest_moment_is_predicted():
@@ -155,7 +158,7 @@ def test_a_prediction_above_the_gpus_memory_names_remedies_that_help():
     assert f"at most {now:.1f} GiB of 80.0, in " in describe(predict(setup), 80 * GIB)
 
 
-def lines_on_a_gpu():
+def lines_on_a_gpu(retries):
     """What a GPU of 80 GiB logs: predictions that fit and that do not, measurements of steps 1, 10 and 20."""
     import torch.distributed as dist
 
@@ -174,6 +177,7 @@ def lines_on_a_gpu():
         "memory_reserved": lambda: 62 * GIB,
         "max_memory_allocated": iter([50 * GIB, 51 * GIB, 52 * GIB]).__next__,
         "max_memory_reserved": iter([64 * GIB, 63 * GIB, 66 * GIB]).__next__,
+        "memory_stats": map(lambda count: {"num_alloc_retries": count}, retries).__next__,
     }
     with mock.patch.multiple(torch.cuda, **gpu), mock.patch.object(dist, "all_reduce"):
         log_prediction(SETUP)
@@ -184,7 +188,7 @@ def lines_on_a_gpu():
 
 
 def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured():
-    lines, outside = call(lines_on_a_gpu)
+    lines, outside = call(lines_on_a_gpu, (2, 5, 5))
     levels, texts = zip(*lines, strict=True)
     assert levels == ("INFO", "WARNING", "INFO", "INFO")
     assert "GiB of 80.0, in the last block's backward (parameters 7.5, " in texts[0]
@@ -193,6 +197,24 @@ def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured():
     measured = "Measured memory per GPU: at most 51.0 GiB allocated by PyTorch (64.0 reserved) and 3.0 GiB outside it; "
     assert texts[3].startswith(measured)
     assert outside == [3, 3, 3]
+
+
+def test_the_log_says_once_that_the_allocator_searches_for_memory_in_settled_steps():
+    (level, text), *more = call(lines_on_a_gpu, (0, 0, 20))[0][4:]
+    assert (level, more) == ("WARNING", [])
+    assert text.startswith("The GPU's memory is full: PyTorch's allocator searched for free memory 20 times since the ")
+    assert "which slows steps; change one or more of: parallelism.context_parallel_degree = 16 " in text
+
+
+def test_free_memory_goes_back_once_before_the_first_update(monkeypatch):
+    calls, weight = [], torch.nn.Parameter(torch.ones(1))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(weight.item()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    give_back_before(optimizer)
+    for _ in range(3):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+    assert (calls, weight.item()) == ([1], -2)
 
 
 def offload_without_fsdp():

@@ -69,7 +69,8 @@ def _moments(setup: Setup) -> Iterator[Prediction]:
     each, lasting = setup.on_rank, _lasting(setup)
     block, gradient = each.block + each.experts, setup.param_bytes * (not setup.offload)
     gradients = setup.trained * gradient
-    before = gradients if setup.accumulates else 0
+    kept_apart = setup.dp_replicate > 1 and not _by_ddp(setup)  # by HSDP: what they free serves nothing else
+    before = gradients if setup.accumulates or kept_apart else 0
     if setup.pp > 1 and setup.accumulates and not setup.lora_rank:  # a pipeline adds them up whole
         before = gradients = setup.whole * setup.reduce_bytes
     kept = activations.kept_activations(setup)

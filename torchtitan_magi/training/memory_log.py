@@ -82,7 +82,8 @@ def give_back_before(optimizers: Any) -> None:
 
 
 class MeasuredMemory:
-    """Measures what training takes of the GPUs' memory, and logs it once beside what was predicted.
+    """Measures what training takes of the GPUs' memory, and logs it once beside what was predicted. Once it looks, too,
+    whether steps are slow because the allocator searches for free memory.
 
     Args:
         device_type: of the ranks' collectives.
@@ -92,7 +93,8 @@ class MeasuredMemory:
     def __init__(self, setup: Setup, predicted: Prediction, device_type: str, folder: Path) -> None:
         self.setup, self.predicted, self.device_type, self.folder = setup, predicted, device_type, folder
         self.allocated = self.reserved = 0  # most bytes that PyTorch's allocator has given out, and has had
-        self.said = False
+        self.retries = 0  # of its searches for free memory, in each of which all that it has free goes back to the GPU
+        self.to_say = [self._say_slow, self._say_measured]
 
     def look(self, step: int) -> dict[str, float]:
         """Metrics to log, none on the CPU. To be called on all ranks, before torchtitan resets the peak."""
@@ -102,20 +104,39 @@ class MeasuredMemory:
         outside = total - free - torch.cuda.memory_reserved()
         self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
         self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
-        if step >= SETTLED and not self.said:
-            self.said = True
-            most = torch.tensor([self.allocated, self.reserved, outside], device=self.device_type)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            allocated, reserved, around = (most / GIB).tolist()
-            logger.info(
-                f"Measured memory per GPU: at most {allocated:.1f} GiB allocated by PyTorch ({reserved:.1f} reserved) "
-                f"and {around:.1f} GiB outside it; predicted {self.predicted.total / GIB:.1f} in all"
-            )
-            self._note(int((allocated + around) * GIB))
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        if step >= SETTLED and self.to_say:
+            found = torch.tensor([self.allocated, self.reserved, outside, retries - self.retries])
+            found = found.to(self.device_type)
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+            self.to_say.pop()(*found.tolist())
+        self.retries = retries
         return {"memory/outside_pytorch(GiB)": outside / GIB}
 
+    def _say_measured(self, allocated: int, reserved: int, outside: int, _: int) -> None:
+        logger.info(
+            f"Measured memory per GPU: at most {allocated / GIB:.1f} GiB allocated by PyTorch ({reserved / GIB:.1f} "
+            f"reserved) and {outside / GIB:.1f} GiB outside it; predicted {self.predicted.total / GIB:.1f} in all"
+        )
+        if is_first_rank():
+            self._note(allocated + outside)
+
+    def _say_slow(self, allocated: int, reserved: int, outside: int, retries: int) -> None:
+        if retries:
+            logger.warning(
+                f"The GPU's memory is full: PyTorch's allocator searched for free memory {retries} times since the "
+                f"last line of the log, which slows steps; {self._next_time()}"
+            )
+            if is_first_rank():
+                self._note(None)
+
+    def _next_time(self) -> str:
+        if self.setup.checkpointing == AUTO:
+            return "the next run keeps less, by what is noted in job.dump_folder"
+        return f"change one or more of: {remedies(self.setup)}"
+
     def _note(self, measured: int | None) -> None:
-        if self.setup.checkpointing == AUTO and (measured is None or is_first_rank()):
+        if self.setup.checkpointing == AUTO:
             note_beyond(self.setup, self.folder, measured)
 
     @contextmanager

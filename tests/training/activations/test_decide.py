@@ -91,9 +91,10 @@ def test_what_a_run_took_corrects_the_next_decision(machine, tmp_path, log):
     note_beyond(second, tmp_path, None)  # it ran out of memory
     assert decided(SETUP, tmp_path) != second
     assert f" of {75.1 - 0.05 * 79.1:.1f} GiB" in said(log)
-    for less in (0, 5 * GIB):
-        note_beyond(second, tmp_path, predict(second).total - less)
-        assert decided(SETUP, tmp_path) == first
+    third = decided(SETUP, tmp_path)
+    for less in (0, 5 * GIB):  # what it was corrected to fits, and stays
+        note_beyond(third, tmp_path, predict(third).total - less)
+        assert decided(SETUP, tmp_path) == third
     other = replace(SETUP, seq_len=2**19)
     assert decided(other, tmp_path) == decided(other, tmp_path / "none")  # of another setup nothing is noted
 

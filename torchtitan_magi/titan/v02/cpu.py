@@ -7,12 +7,9 @@ import torch
 from torch import Tensor, nn
 from torchtitan.models.moe.moe import GroupedExperts
 
-from torchtitan_magi.training.process.cpu import reduce_by_plain_sums
-
 
 def prepare_model(model: nn.Module) -> None:
-    """Fits a parallelized model to gloo, and to a CPU, which has no grouped matrix product."""
-    reduce_by_plain_sums(model)
+    """Fits a parallelized model to a CPU, which has no grouped matrix product."""
     for module in model.modules():
         if isinstance(module, GroupedExperts):
             module.use_grouped_mm = False

@@ -42,6 +42,7 @@ from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layout
 from torchtitan_magi.training.memory_log import memory_of_run
 from torchtitan_magi.training.objectives.objective import LossRecord
 from torchtitan_magi.training.process.launcher import end_with_launcher
+from torchtitan_magi.training.reductions import fit_reductions
 from torchtitan_magi.training.run_parts import RunParts
 from torchtitan_magi.training.settings.degrees import check_offload
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, read_hf_config
@@ -195,6 +196,7 @@ class MagiSpec(RunParts):
             model.tok_embeddings.register_forward_hook(_arrived)
         if (checkpointing := job_config.activation_checkpoint).mode == AUTO:
             offload_layers(model, checkpointing.keeping, torch.device(utils.device_type))
+        fit_reductions(model, utils.device_type, parallel_dims.dp_replicate_enabled)
         if utils.device_type == "cpu":
             prepare_model(model)
         return model

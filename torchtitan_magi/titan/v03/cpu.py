@@ -4,12 +4,10 @@ from typing import Any
 
 from torchtitan.tools import utils
 
-from torchtitan_magi.training.process.cpu import draw_whole_model, reduce_by_plain_sums
+from torchtitan_magi.training.process.cpu import draw_whole_model
 
 
-def prepare_model(model: Any, parallel_dims: Any) -> None:
-    """Fits a parallelized model, or the part of one in a pipeline, to gloo and to what a CPU draws at random."""
-    reduce_by_plain_sums(model)
-    if parallel_dims.pp_enabled:
-        stage = parallel_dims.get_mesh("pp").get_local_rank()
-        draw_whole_model(model, model.config.build, stage, utils.set_default_dtype)
+def draw_stage(part: Any, parallel_dims: Any) -> None:
+    """Has the part of a model in a pipeline draw on a CPU at random what it has of the whole model."""
+    stage = parallel_dims.get_mesh("pp").get_local_rank()
+    draw_whole_model(part, part.config.build, stage, utils.set_default_dtype)

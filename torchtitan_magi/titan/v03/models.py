@@ -20,7 +20,7 @@ from torchtitan.tools import utils
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, yarn_factor
 from torchtitan_magi.titan.v03.components import MagiMixedAC
-from torchtitan_magi.titan.v03.cpu import prepare_model
+from torchtitan_magi.titan.v03.cpu import draw_stage
 from torchtitan_magi.titan.v03.experts import MagiExperts
 from torchtitan_magi.titan.v03.families import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03.families import gpt_oss as our_gpt_oss
@@ -34,6 +34,7 @@ from torchtitan_magi.titan.v03.lora import check_factors, join_local_layers
 from torchtitan_magi.training.activations.layers import offload_layers
 from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
+from torchtitan_magi.training.reductions import fit_reductions
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.wording import quoted
 
@@ -192,8 +193,9 @@ def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) 
     check_factors(model)
     if isinstance(checkpointing := options["ac_config"], MagiMixedAC.Config):
         offload_layers(model, checkpointing.keeping, torch.device(utils.device_type))
-    if utils.device_type == "cpu":
-        prepare_model(model, parallel_dims)
+    fit_reductions(model, utils.device_type, parallel_dims.dp_replicate_enabled)
+    if utils.device_type == "cpu" and parallel_dims.pp_enabled:
+        draw_stage(model, parallel_dims)
     return model
 
 

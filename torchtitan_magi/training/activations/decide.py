@@ -74,16 +74,18 @@ def _packs(setup: Setup, loader: PackLoader | None) -> tuple[Any, ...]:
 
 
 def note_beyond(setup: Setup, folder: Path, measured: int | None) -> None:
-    """Notes for later decisions about the same setup how much more memory a run took than was predicted.
+    """Notes for later decisions about the same setup how much more memory a run took than was predicted. What is noted
+    stays: a run that took less may have kept less, or had packs that bring fewer rows.
 
     Args:
         measured: bytes on a GPU; None: more than there are.
     """
+    beyond = _beyond(setup, folder)
     if measured is None:
         capacity = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        beyond = _beyond(setup, folder) + int(AFTER_OUT_OF_MEMORY * capacity)
-    else:  # not what a run took less: its first packs may bring fewer rows than later ones
-        beyond = max(0, measured - predict(setup).total)
+        beyond += int(AFTER_OUT_OF_MEMORY * capacity)
+    else:
+        beyond = max(beyond, measured - predict(setup).total)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / FILE, json.dumps({**_read(folder), _key(setup): beyond}).encode())
 

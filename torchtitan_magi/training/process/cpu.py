@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, _random
 
 from torchtitan_magi.exchange.gloo_exit import let_gloo_finish_at_exit
@@ -81,13 +80,6 @@ def draw_whole_model(part: Any, build: Callable[[], Any], stage: int, default_dt
             _keep_shard(parameter, weights[plain_name(name)].detach())
 
     part.init_weights = init_with_whole
-
-
-def reduce_by_plain_sums(model: nn.Module) -> None:
-    """Has FSDP2 reduce a parallelized model's gradients by sums: gloo does not know its pre-multiplied ones."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
 
 
 class _ProcessMemory:

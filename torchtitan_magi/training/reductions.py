@@ -1,0 +1,56 @@
+"""How FSDP2 reduces gradients."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+
+def fit_reductions(model: nn.Module, device_type: str, is_replicated: bool) -> None:
+    """Fits how FSDP2 reduces a parallelized model's gradients to gloo, or to the memory of GPUs.
+
+    By gloo they are sums: it does not know NCCL's pre-multiplied ones. On GPUs their memory is that of activations.
+
+    Args:
+        is_replicated: whether shards have replicas (HSDP). A third stream uses their gradients, whose memory stays as
+            FSDP2 has it.
+    """
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        if device_type == "cpu":
+            module.set_force_sum_reduction_for_comms(True)
+        elif not is_replicated:
+            reduce_in_memory_of_activations(module)
+
+
+def reduce_in_memory_of_activations(module: FSDPModule) -> None:
+    """Has gradients take memory of the stream that computes, where activations have it until the backward needs it.
+
+    PyTorch's allocator keeps apart what each stream has freed, and FSDP2 takes gradients from the stream that reduces:
+    4 bytes of each parameter of a rank, 16 GiB of 8B over two GPUs, stand free while activations are most. They serve
+    another stream only after they went back to the GPU, for which all work has to end.
+    """
+    state: Any = module._get_fsdp_state()
+    if len(groups := getattr(state, "_fsdp_param_groups", ())) < 2:
+        module.set_custom_reduce_scatter(ReduceScatter())
+    for group in groups[1:] and groups:  # of experts and the rest of a block, which that method refuses
+        group._reduce_scatter_comm = ReduceScatter()
+
+
+class ReduceScatter(DefaultReduceScatter):
+    """FSDP2's, with the memory of its results taken from the default stream.
+
+    FSDP2 takes it while the stream that reduces is the current one. That one waited for the default stream just before,
+    so it may write what was freed there; and what it uses is not given out again until it is done.
+    """
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        reducing = torch.cuda.current_stream(device)
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            made = super().allocate(size, dtype=dtype, device=device)
+        made.record_stream(reducing)
+        return made
