@@ -61,7 +61,9 @@ CASES = {  # steps of each run, and what layers keep
         (AUTO, "inputs", "14 attention, 2 all", "13 products offloaded, 3 all",
          "4 all offloaded, 12 attention offloaded", "products"),
     ),
-    "packs of 128k over 2, 8B": (_case(32, 131072, 2), 8, (AUTO, "inputs")),
+    "packs of 128k over 2, 8B": (
+        _case(32, 131072, 2), 8, (AUTO, "inputs", "16 attention offloaded, 15 products, 1 all"),
+    ),
     "one document of 128k": (_document(4, 131072), 4, ("attention", "attention offloaded", "inputs")),
     "one document of 256k over 2": (_document(4, 262144, 2), 4, ("attention", "attention offloaded", "inputs")),
     "one document of 256k over 2, 2 layers": (_document(2, 262144, 2), 4, ("attention",)),
