@@ -4,7 +4,6 @@ import json
 import logging
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -182,7 +181,7 @@ def lines_on_a_gpu(retries):
     with mock.patch.multiple(torch.cuda, **gpu), mock.patch.object(dist, "all_reduce"):
         log_prediction(SETUP)
         setup = replace(SETUP, checkpointing="full", cp=8)
-        measured = MeasuredMemory(setup, log_prediction(setup), "cpu", Path())
+        measured = MeasuredMemory(setup, log_prediction(setup), "cpu", None)
         outside = [measured.look(step)["memory/outside_pytorch(GiB)"] for step in (1, 10, 20)]
     return lines, outside
 

@@ -1,7 +1,7 @@
 """What a Hugging Face ``config.json`` says of its model, and how that differs from another model."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -152,10 +152,9 @@ class LinearAttention:
         heads_qk, heads_v = self.num_heads_qk // tensor_parallel, self.num_heads_v // tensor_parallel
         return replace(self, num_heads_qk=heads_qk, num_heads_v=heads_v)
 
-    def between(self, first: int, count: int) -> "LinearAttention":
-        """Those of ``count`` of the model's layers from ``first`` on, numbered from 0."""
-        numbers = range(first, first + count)
-        return replace(self, layers=tuple(number - first for number in self.layers if number in numbers))
+    def among(self, layers: Sequence[int]) -> "LinearAttention":
+        """Those of some of the model's layers, numbered from 0 in their order."""
+        return replace(self, layers=tuple(place for place, layer in enumerate(layers) if layer in self.layers))
 
     @property
     def flops(self) -> int:

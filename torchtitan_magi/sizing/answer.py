@@ -78,10 +78,13 @@ def verdict(answer: Answer) -> list[str]:
     where = f"one {gpu.name}" if setup.world_size == 1 else f"each of {setup.world_size:,} {gpu.name}"
     if run.fits:
         fits = f"Fits: {taken} on {where}."
-    elif run.memory.total <= gpu.capacity:
-        fits = f"Just fits: {taken} on {where}; a prediction is off by up to 8%."
-    else:
+    elif run.memory.total > gpu.capacity:
         fits = f"Does not fit: {taken} on {where}."
+    elif (offloaded := host_memory(setup)) > run.place.host:
+        fits = f"May not fit: {taken} on {where}, and {offloaded / GIB:.0f} GiB of the host's memory for each, where "
+        fits += f"{run.place.host / GIB:.0f} are taken to be there."
+    else:
+        fits = f"Just fits: {taken} on {where}; a prediction is off by up to 8%."
     packs = counted(answer.packs_per_step, "pack")
     step = f"A step of {packs} ({run.tokens:,.0f} tokens) takes {_seconds(run.time.total)} s: "
     step += (

@@ -80,8 +80,8 @@ class PredictedRun:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory is enough, with room for what an allocator loses."""
-        return self.memory.total <= ROOM * self.place.gpu.capacity
+        """Whether the memory is enough, with room for what an allocator loses, and the host's for what is offloaded."""
+        return self.memory.total <= ROOM * self.place.gpu.capacity and host_memory(self.setup) <= self.place.host
 
     @property
     def tokens_per_second(self) -> float:

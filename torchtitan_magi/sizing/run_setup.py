@@ -1,6 +1,7 @@
 """The facts of a run that decide about its memory, from torchtitan's job config or from a TOML file alone."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,8 @@ LORA_TARGETS = (
     *("in_proj_qkv", "in_proj_z", "out_proj", "w1", "w2", "w3"),
 )
 BYTES = dict(zip(DTYPES, (FLOAT32, 2), strict=True))  # of an element
-LOOPS = 2  # stages of a rank under "Interleaved1F1B"
+LOOPED = "Interleaved1F1B"  # the schedule of a pipeline under which a rank has several stages, two if nothing is said
+LESS = (1, 0, *range(2, 1000))  # values of an option, the default first
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Setup:
             of the gradients that are reduced.
         foreach: whether the optimizer, Adam or AdamW, steps all parameters at once by operations on lists of tensors.
         state_bytes: bytes per element of its states; None: as of parameters.
-        microbatches: of a step. schedule: in which order a pipeline computes them, ``at_once`` at a time.
+        microbatches: of a step. schedule: in which order a pipeline computes them, ``at_once`` at a time. stage_layers:
+            layers of each of its stages; empty: as torchtitan shares them out by itself, see ``layers_of_stages``.
         lora_rank, lora_targets: of adapters, where only these are trained.
         reference: whether a frozen copy of the model is there for preference training.
         offload: whether parameters, gradients and states are in the host's memory.
@@ -79,6 +82,7 @@ class Setup:
     microbatches: int = 1
     schedule: str = "1F1B"
     at_once: int = 1
+    stage_layers: tuple[tuple[int, ...], ...] = ()
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     reference: bool = False
@@ -165,32 +169,97 @@ class Setup:
             return tuple(Keeping(ALL if (i + 1) % self.every else INPUTS) for i in range(layers))
         return (Keeping(OF_MODE.get(self.checkpointing, ALL)),) * layers
 
+    @functools.cached_property
+    def _stage_layers(self) -> tuple[tuple[int, ...], ...]:
+        return self.stage_layers or layers_of_stages(self.model.num_layers, self.pp, self.schedule)
+
+    @property
+    def loops(self) -> int:
+        """Stages of a rank of the pipeline."""
+        return len(self._stage_layers) // self.pp
+
+    @functools.cached_property
+    def rank_layers(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the layers that each rank of the pipeline has."""
+        return tuple(tuple(itertools.chain(*self._stage_layers[rank :: self.pp])) for rank in range(self.pp))
+
     def stages(self) -> "Iterator[Setup]":
-        """The first and the last stage of a pipeline, as setups of their own; without one the setup as it is."""
+        """What each rank of a pipeline has, as setups of their own, without those that take no more than one before
+        them; without a pipeline the setup as it is."""
         if self.pp == 1:
             yield self
             return
-        experts, linear, layers = self.model.experts, self.model.linear, -(-self.model.num_layers // self.pp)
-        for first in (True, False):
-            moe = experts and replace(experts, num_dense_layers=min(experts.num_dense_layers, layers) if first else 0)
-            model = replace(self.model, num_layers=layers, windows=self.model.windows[:layers], experts=moe)
-            if linear:
-                own = linear.between(0 if first else self.model.num_layers - layers, layers)
-                model = replace(model, linear=own)
-            waiting, keeping = self._in_flight(0 if first else self.pp - 1), self.keeping
-            keeping = keeping[:layers] if first else keeping[-layers:]
-            yield replace(
-                self, model=model, keeping=keeping, has_embedding=first, has_output=not first, in_flight=waiting
-            )
+        seen: set[Setup] = set()
+        for rank, layers in enumerate(self.rank_layers):
+            stage = self._stage(rank, layers or (self.model.num_layers - 1,))
+            if stage not in seen:
+                seen.add(stage)
+                yield replace(stage, in_flight=self._in_flight(rank))  # of all ranks behind at most as many
+
+    def _stage(self, rank: int, layers: tuple[int, ...]) -> "Setup":
+        experts, model = self.model.experts, self.model
+        moe = experts and replace(experts, num_dense_layers=sum(layer < experts.num_dense_layers for layer in layers))
+        windows = tuple(model.windows[layer] for layer in layers) if model.windows else ()
+        linear = model.linear and model.linear.among(layers)
+        model = replace(model, num_layers=len(layers), windows=windows, experts=moe, linear=linear)
+        keeping = tuple(self.keeping[layer] for layer in layers) if self.keeping else ()
+        first, last = not rank, rank == self.pp - 1
+        return replace(self, model=model, keeping=keeping, has_embedding=first, has_output=last)
 
     def _in_flight(self, rank: int) -> float:
-        """Microbatches whose activations a rank of the pipeline keeps at once, in units of its whole stage."""
+        """Microbatches whose activations a rank of the pipeline keeps at once, in units of all that it has."""
         most, behind = self.at_once, self.pp - rank
         if self.schedule == "GPipe":
             return most
-        if self.schedule == "Interleaved1F1B":
-            return min(most, ((LOOPS - 1) * self.pp + 2 * behind - 1) / LOOPS)
+        if self.schedule == LOOPED:
+            return min(most, ((self.loops - 1) * self.pp + 2 * behind - 1) / self.loops)
         return min(most, behind)
+
+
+def layers_of_stages(
+    num_layers: int, pp: int, schedule: str, first_less: int = 1, last_less: int = 1, per_stage: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the layers of each stage of a pipeline, as torchtitan shares them out: evenly, where embedding and
+    output layer count as ``first_less`` and ``last_less`` layers.
+
+    Args:
+        per_stage: layers of a stage, by which the number of stages is found; None: a rank has one stage, or two.
+
+    Raises:
+        ValueError: one line that names the value and the remedy, for what torchtitan refuses.
+    """
+    counted, several = num_layers + first_less + last_less, schedule == LOOPED
+    stages = -(-counted // per_stage) if per_stage else pp * (1 + several)
+    if stages % pp or (stages > pp) != several:
+        wanted = f"a multiple of {pp}, of {2 * pp} at least" if several else str(pp)
+        raise ValueError(
+            f"parallelism.pipeline_parallel_layers_per_stage is {per_stage}, which makes {stages} stages of {counted} "
+            f"layers (embedding and output layer count as {first_less} and {last_less}); {quoted(schedule)} needs "
+            f"{wanted}: set it to other than {per_stage}, or leave it out"
+        )
+    each, more = divmod(counted, stages)
+    if each < max(1, first_less, last_less):
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree is {pp}, but {stages} stages get {each} of {counted} layers each, "
+            f"where embedding and output layer count as {first_less} and {last_less} (pipeline_parallel_first_stage_"
+            "less_layers, pipeline_parallel_last_stage_less_layers); use a smaller degree"
+        )
+    counts = [each + (stage < more) for stage in range(stages)]
+    counts[0] -= first_less
+    counts[-1] -= last_less
+    ends = itertools.accumulate(counts)
+    return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))
+
+
+def _read_stage_layers(read: Read, num_layers: int, pp: int, schedule: str) -> tuple[tuple[int, ...], ...]:
+    if pp == 1:
+        return ()
+    if parts := read("parallelism.module_fqns_per_model_part", []):
+        numbers = [[name.split(".")[1] for name in part if name.startswith("layers.")] for part in parts]
+        return tuple(tuple(map(int, part)) for part in numbers)
+    first, last = (read(f"parallelism.pipeline_parallel_{end}_stage_less_layers", LESS) for end in ("first", "last"))
+    per_stage = read("parallelism.pipeline_parallel_layers_per_stage", 0)
+    return layers_of_stages(num_layers, pp, schedule, first, last, per_stage)
 
 
 def _has_reference(read: Read) -> bool:
@@ -219,6 +288,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
     steps_of_batches = -(-max(read("training.global_batch_size", -1), 1) // (batch * copies * dp_shard))
     rank = read("magi.lora.rank", 0)
     mixed = dp_shard * cp > 1 or tp == 1  # tensor parallelism alone computes in the training dtype
+    schedule = read("parallelism.pipeline_parallel_schedule", "1F1B")
     stored, computed = read("training.dtype", DTYPES), read("training.mixed_precision_param", DTYPES[::-1])
     return Setup(
         model,
@@ -243,8 +313,9 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         foreach=read("optimizer.implementation", "fused") == "foreach",
         state_bytes=2 if read("optimizer.implementation", "fused") == "fused_opt_states_bf16" else None,
         microbatches=steps_of_batches * batch // packs,
-        schedule=read("parallelism.pipeline_parallel_schedule", "1F1B"),
+        schedule=schedule,
         at_once=batch // packs,
+        stage_layers=_read_stage_layers(read, model.num_layers, pp, schedule),
         lora_rank=rank,
         lora_targets=tuple(read("magi.lora.target_modules", [*LORA_TARGETS])) if rank else (),
         reference=_has_reference(read),

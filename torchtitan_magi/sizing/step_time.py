@@ -11,7 +11,7 @@ from torchtitan_magi.models.shapes import block_of, num_moe_layers, parameters_o
 from torchtitan_magi.sizing.activations import CHUNK, blocks_of, kept_of_block, kinds_of_layers
 from torchtitan_magi.sizing.gpus import HOST_LINK, RULE, RULE_BACKWARD, Gpu
 from torchtitan_magi.sizing.keeping.kinds import AHEAD, ALL, INPUTS, KEPT, PRODUCTS
-from torchtitan_magi.sizing.run_setup import LOOPS, Setup
+from torchtitan_magi.sizing.run_setup import Setup
 
 OUTPUT, WAITING = "output layer and loss", "waiting for the host"
 GRADIENTS = 2  # a backward takes twice the products of its forward
@@ -76,8 +76,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     parts["FSDP that nothing hides"] = max(0.0, _sharding(setup, gpu, gpus_per_node) - busy)
     parts["FSDP's copies"] = _copies(setup, gpu)
     if setup.pp > 1:
-        loops = LOOPS if setup.schedule == "Interleaved1F1B" else 1
-        parts["idle in the pipeline"] = sum(parts.values()) * (setup.pp - 1) / (loops * setup.at_once)
+        parts["idle in the pipeline"] = sum(parts.values()) * (setup.pp - 1) / (setup.loops * setup.at_once)
     parts = {name: seconds * setup.microbatches for name, seconds in parts.items()}
     if setup.reference:
         passed = products / gpu.products + forward / setup.pp + rule
@@ -121,21 +120,20 @@ def _products_again(setup: Setup, kept: str) -> float:
 
 def waiting(setup: Setup, forward: float, between: float, backward: float) -> float:
     """Seconds of a microbatch in which a layer's tensors are on their way to the host or back and nothing is computed,
-    in the stage of a pipeline that waits the longest.
+    on the rank of a pipeline that waits the longest.
 
     Args:
         forward, backward: seconds of a layer.
         between: seconds of what follows the last layer.
     """
-    size = -(-setup.model.num_layers // setup.pp)
     blocks = blocks_of(setup)
     seconds = {block: kept_of_block(setup, block[0].kept, block[1]) / HOST_LINK for block in {*blocks}}
     copies = [seconds[block] if block[0].offloaded else None for block in blocks]
-    return max(_waiting(copies[at : at + size], forward, between, backward) for at in range(0, len(copies), size))
+    return max(_waiting([copies[layer] for layer in own], forward, between, backward) for own in setup.rank_layers)
 
 
 def _waiting(copies: list[float | None], forward: float, between: float, backward: float) -> float:
-    """The same of a stage, by the seconds of each layer's copies one way; None where it does not offload.
+    """The same of a rank, by the seconds of each layer's copies one way; None where it does not offload.
 
     A layer begins when what the layer ``AHEAD`` before it keeps has left, and its backward when what it keeps is back,
     which sets out when the backward of the layer behind it begins; only layers that offload count. What the last ones

@@ -18,13 +18,14 @@ from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.sizing.keeping.kinds import AUTO, in_words
 from torchtitan_magi.sizing.memory import GIB, Prediction, describe, predict, remedies
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
-from torchtitan_magi.training.activations.decide import decided, note_beyond
+from torchtitan_magi.training.activations.decide import beyond_of_last, decided, note_beyond
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import is_first_rank
 from torchtitan_magi.wording import one_line
 
 logger = logging.getLogger(__name__)
 
+FULL = 0.05  # of a GPU's memory that the next decision leaves free beside if a run did not fit, or hardly
 SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
 
 
@@ -55,10 +56,10 @@ def memory_of_run(
         float32_experts=version("torchtitan").startswith("0.2."),
         cp_per_machine=tuple(machines) if machines else None,
     )
-    folder = Path(job_config.job.dump_folder)
+    folder, chosen = Path(job_config.job.dump_folder), setup.checkpointing == AUTO and not setup.keeping
     if setup.checkpointing == AUTO:
         setup = decided(setup, folder, loader if isinstance(loader, PackLoader) else None)
-    return MeasuredMemory(setup, log_prediction(setup), device_type, folder)
+    return MeasuredMemory(setup, log_prediction(setup), device_type, folder if chosen else None)
 
 
 def log_prediction(setup: Setup) -> Prediction:
@@ -87,11 +88,12 @@ class MeasuredMemory:
 
     Args:
         device_type: of the ranks' collectives.
-        folder: job.dump_folder, where it is noted for later decisions about what layers keep.
+        folder: job.dump_folder, where it is noted for later decisions; None where what layers keep was not decided.
     """
 
-    def __init__(self, setup: Setup, predicted: Prediction, device_type: str, folder: Path) -> None:
+    def __init__(self, setup: Setup, predicted: Prediction, device_type: str, folder: Path | None) -> None:
         self.setup, self.predicted, self.device_type, self.folder = setup, predicted, device_type, folder
+        self.before = 0 if folder is None else beyond_of_last(setup, folder)
         self.allocated = self.reserved = 0  # most bytes that PyTorch's allocator has given out, and has had
         self.retries = 0  # of its searches for free memory, in each of which all that it has free goes back to the GPU
         self.to_say = [self._say_slow, self._say_measured]
@@ -119,29 +121,34 @@ class MeasuredMemory:
             f"reserved) and {outside / GIB:.1f} GiB outside it; predicted {self.predicted.total / GIB:.1f} in all"
         )
         if is_first_rank():
-            self._note(allocated + outside)
+            self._note(allocated + outside - self.predicted.total)
 
     def _say_slow(self, allocated: int, reserved: int, outside: int, retries: int) -> None:
         if retries:
             logger.warning(
                 f"The GPU's memory is full: PyTorch's allocator searched for free memory {retries} times since the "
-                f"last line of the log, which slows steps; {self._next_time()}"
+                f"last line of the log, which slows steps; {self._remedy()}"
             )
             if is_first_rank():
-                self._note(None)
+                self._note_full()
 
-    def _next_time(self) -> str:
-        if self.setup.checkpointing == AUTO:
+    def _remedy(self) -> str:
+        if self.folder is not None:
             return "the next run keeps less, by what is noted in job.dump_folder"
         return f"change one or more of: {remedies(self.setup)}"
 
-    def _note(self, measured: int | None) -> None:
-        if self.setup.checkpointing == AUTO:
-            note_beyond(self.setup, self.folder, measured)
+    def _note_full(self) -> None:
+        """Any rank may, and several: each adds to what was noted before the run."""
+        capacity = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        self._note(self.before + int(FULL * capacity))
+
+    def _note(self, beyond: int) -> None:
+        if self.folder is not None:
+            note_beyond(self.setup, self.folder, beyond)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Says of what runs out of the GPU's memory what layers were to keep, and that the next run keeps less.
+        """Says of what runs out of the GPU's memory what layers were to keep, and what helps.
 
         Raises:
             RuntimeError: it has run out.
@@ -151,9 +158,8 @@ class MeasuredMemory:
         except RuntimeError as error:  # of PyTorch's allocator, or the driver's and NCCL's beside it
             if self.setup.checkpointing != AUTO or "out of memory" not in str(error):
                 raise
-            self._note(None)
+            self._note_full()
             raise RuntimeError(
                 f"out of memory with {in_words(self.setup.keepings)}, predicted to take "
-                f"{self.predicted.total / GIB:.1f} GiB ({one_line(error)}); start again: the next decision leaves more "
-                "free, by what is noted in job.dump_folder"
+                f"{self.predicted.total / GIB:.1f} GiB ({one_line(error)}); {self._remedy()}"
             ) from error

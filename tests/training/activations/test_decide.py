@@ -84,16 +84,16 @@ def test_all_ranks_take_the_least_that_any_has(machine, tmp_path):
 def test_what_a_run_took_corrects_the_next_decision(machine, tmp_path, log):
     first = decided(SETUP, tmp_path)
     said(log)
-    note_beyond(first, tmp_path, predict(first).total + 4 * GIB)
+    note_beyond(first, tmp_path, 4 * GIB)
     second = decided(SETUP, tmp_path)
     assert " of 75.1 GiB" in said(log)
     assert predict(second).total <= 0.91 * 75.1 * GIB
-    note_beyond(second, tmp_path, None)  # it ran out of memory
-    assert decided(SETUP, tmp_path) != second
-    assert f" of {75.1 - 0.05 * 79.1:.1f} GiB" in said(log)
+    note_beyond(second, tmp_path, 8 * GIB)
     third = decided(SETUP, tmp_path)
-    for less in (0, 5 * GIB):  # what it was corrected to fits, and stays
-        note_beyond(third, tmp_path, predict(third).total - less)
+    assert third != second
+    assert " of 71.1 GiB" in said(log)
+    for less in (0, -5 * GIB, 7 * GIB):  # what was corrected stays
+        note_beyond(third, tmp_path, less)
         assert decided(SETUP, tmp_path) == third
     other = replace(SETUP, seq_len=2**19)
     assert decided(other, tmp_path) == decided(other, tmp_path / "none")  # of another setup nothing is noted
@@ -111,8 +111,8 @@ def test_without_a_gpu_layers_keep_all(tmp_path, log):
     assert said(log) == "Activation checkpointing: layers 0-31 keep all"
 
 
-def out_of_memory(mode, folder, raised):
-    """The error of a step in which another one is raised, and what is noted."""
+def out_of_memory(mode, folder, raised, ranks=1, chosen=True):
+    """The error of a step in which another one is raised on some ranks, and what is noted."""
     from unittest import mock
 
     from torchtitan_magi.training.memory_log import MeasuredMemory
@@ -120,16 +120,15 @@ def out_of_memory(mode, folder, raised):
     setup = replace(SETUP, checkpointing=mode, keeping=parse("all", 32) if mode == "auto" else ())
     properties = SimpleNamespace(total_memory=80 * GIB)
     gpu = {"current_device": lambda: 0, "get_device_properties": lambda _: properties}
+    of_ranks = [MeasuredMemory(setup, predict(setup), "cpu", folder if chosen else None) for _ in range(ranks)]
     with mock.patch.multiple(torch.cuda, **gpu):
-        try:
-            with MeasuredMemory(setup, predict(setup), "cpu", folder).noting():
-                raise raised
-        except RuntimeError as error:
-            return (
-                type(error).__name__,
-                str(error),
-                [*folder.glob("*")] and json.loads((folder / decide.FILE).read_text()),
-            )
+        for memory in of_ranks:
+            try:
+                with memory.noting():
+                    raise raised
+            except RuntimeError as error:
+                found = type(error).__name__, str(error)
+    return *found, [*folder.glob("*")] and json.loads((folder / decide.FILE).read_text())
 
 
 def test_a_run_that_is_out_of_memory_says_what_layers_kept(tmp_path):
@@ -137,17 +136,40 @@ def test_a_run_that_is_out_of_memory_says_what_layers_kept(tmp_path):
     kind, text, noted = call(out_of_memory, "auto", tmp_path, raised)
     assert kind == "RuntimeError"
     assert text.startswith("out of memory with layers 0-31 keep all, predicted to take ")
-    assert "(CUDA out of memory. Tried to allocate 2 GiB); start again: the next decision leaves more free" in text
+    assert (
+        "(CUDA out of memory. Tried to allocate 2 GiB); the next run keeps less, by what is noted in job.dump_folder"
+        in text
+    )
     assert list(noted.values()) == [int(0.05 * 80 * GIB)]
     kind, text, noted = call(out_of_memory, "full", tmp_path / "other", raised)
     assert (kind, text, noted) == ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", [])
+
+
+def test_several_ranks_that_are_out_of_memory_note_it_once(tmp_path):
+    raised = torch.OutOfMemoryError("CUDA out of memory")
+    assert list(call(out_of_memory, "auto", tmp_path, raised, 4)[2].values()) == [int(0.05 * 80 * GIB)]
+    assert list(call(out_of_memory, "auto", tmp_path, raised, 4)[2].values()) == [2 * int(0.05 * 80 * GIB)]
+
+
+def test_what_layers_keep_by_hand_is_not_corrected(tmp_path):
+    raised = torch.OutOfMemoryError("CUDA out of memory")
+    kind, text, noted = call(out_of_memory, "auto", tmp_path, raised, 1, False)
+    assert (kind, noted) == ("RuntimeError", [])
+    assert "(CUDA out of memory); change one or more of: parallelism.context_parallel_degree = 16" in text
+
+
+def test_layers_that_offload_more_than_the_host_has_by_hand_are_refused(machine, tmp_path):
+    by_hand = replace(SETUP, keeping=parse("all offloaded", 32))
+    with pytest.raises(ValueError, match=r"magi.keep is '32 all offloaded', .* takes 546.5 GiB .* 125.0 are available"):
+        decided(by_hand, tmp_path)
+    assert decided(replace(SETUP, keeping=parse("all", 32)), tmp_path)
 
 
 def test_memory_beside_pytorchs_counts_and_other_errors_do_not(tmp_path):
     beside = torch.distributed.DistBackendError("NCCL error: unhandled cuda error 2 'out of memory'")
     kind, text, noted = call(out_of_memory, "auto", tmp_path, beside)
     assert (kind, len(noted)) == ("RuntimeError", 1)
-    assert "(NCCL error: unhandled cuda error 2 'out of memory'); start again" in text
+    assert "(NCCL error: unhandled cuda error 2 'out of memory'); the next run keeps less" in text
     assert call(out_of_memory, "auto", tmp_path / "other", RuntimeError("lost"))[:2] == ("RuntimeError", "lost")
 
 

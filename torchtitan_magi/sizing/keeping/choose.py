@@ -13,7 +13,7 @@ MARGIN_OF_EXPERTS = 0.8  # where they are shared out over ranks, of which the bu
 OFFLOAD_COST = 0.02  # of a layer's time that its offloading is taken to cost where its copies hide
 GAIN = 0.001  # a further kind of layer that saves less of a step is not worth a longer list
 KINDS = tuple(Keeping(kept, offloaded) for offloaded in (False, True) for kept in KEPT)
-Stage = tuple[Keeping, ...]  # what each layer of a stage keeps
+Stage = tuple[Keeping, ...]  # what each layer of a rank of a pipeline keeps
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Bound:
 
 
 def choose(setup: Setup, gpu: Bound, host: Bound, seconds: Callable[[Setup], float]) -> Setup:
-    """The setup with ``keeping`` chosen. Every stage of a pipeline keeps alike.
+    """The setup with ``keeping`` chosen. Every rank of a pipeline keeps alike.
 
     Of two kinds each bound leaves a range of how many layers may have the one, and time is about linear in it, so the
     best is at an end of what both leave. Offloaded layers come first, as they are needed last.
@@ -37,10 +37,11 @@ def choose(setup: Setup, gpu: Bound, host: Bound, seconds: Callable[[Setup], flo
         The fastest that fits both bounds, of two kinds or a few more; where none does, that which takes the least of
         the GPU.
     """
-    size = -(-setup.model.num_layers // setup.pp)
+    size = max(map(len, setup.rank_layers))
 
     def mixed(stage: Stage) -> Setup:
-        return replace(setup, keeping=(stage * setup.pp)[: setup.model.num_layers])
+        kept = {layer: keeping for own in setup.rank_layers for layer, keeping in zip(own, stage, strict=False)}
+        return replace(setup, keeping=tuple(kept[layer] for layer in sorted(kept)))
 
     @functools.cache
     def fits(stage: Stage, bound: Bound) -> bool:

@@ -17,19 +17,19 @@ from torchtitan_magi.files import read_text, write_whole
 from torchtitan_magi.machine import available_memory
 from torchtitan_magi.sizing.gpus import GPUS, H100
 from torchtitan_magi.sizing.keeping.kinds import ALL, Keeping, as_option, in_words
-from torchtitan_magi.sizing.memory import GIB, host_memory, predict
+from torchtitan_magi.sizing.memory import GIB, host_memory, states_on_host
 from torchtitan_magi.sizing.predicted_run import Place, predict_run
 from torchtitan_magi.sizing.run_file import NO_DATA
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import PACKS, first_packs, make_packs
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import agreed, gathered
+from torchtitan_magi.wording import quoted
 
 logger = logging.getLogger(__name__)
 
 HOST_SHARE = 0.6  # of the host's memory that is available, for what layers offload
 FILE = "activation_memory.json"  # in job.dump_folder: bytes measured beyond what was predicted, by setup
-AFTER_OUT_OF_MEMORY = 0.05  # of a GPU's memory that the next decision leaves free if a run did not fit
 
 
 def decided(setup: Setup, folder: Path, loader: PackLoader | None) -> Setup:
@@ -46,7 +46,7 @@ def decided(setup: Setup, folder: Path, loader: PackLoader | None) -> Setup:
         logger.info(f"Activation checkpointing: {in_words(keeping)}")
         return replace(setup, keeping=keeping)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    mine = properties.total_memory - _beyond(setup, folder), available_memory(), socket.gethostname()
+    mine = properties.total_memory - beyond_of_last(setup, folder), available_memory(), socket.gethostname()
     capacities, available, hosts = zip(*gathered(mine), strict=True)
     most_ranks = max(Counter(hosts).values())
     capacity, host = min(capacities), int(HOST_SHARE * min(available) / most_ranks)
@@ -56,6 +56,11 @@ def decided(setup: Setup, folder: Path, loader: PackLoader | None) -> Setup:
     keeping, of_host = run.setup.keepings, host_memory(run.setup) / GIB
     beside = f", {of_host:.1f} of {host / GIB:.1f} GiB of the host's" if of_host else ""
     again = run.time.parts.get("recomputation", 0.0) / run.time.total
+    if setup.keeping and host_memory(run.setup) + states_on_host(setup) > (most := min(available) // most_ranks):
+        raise ValueError(
+            f"magi.keep is {quoted(as_option(keeping))}, for which each GPU's process takes {of_host:.1f} GiB of the "
+            f"host's memory, where {most / GIB:.1f} are available to it; offload fewer layers, or leave magi.keep out"
+        )
     logger.info(
         f"Activation checkpointing: {in_words(keeping)}; {run.memory.total / GIB:.1f} of {capacity / GIB:.1f} GiB"
         f"{beside}; recomputation {again:.0%} of a step "
@@ -73,25 +78,17 @@ def _packs(setup: Setup, loader: PackLoader | None) -> tuple[Any, ...]:
     return tuple(agreed(path, read, lambda packs: f"packs with checksum {zlib.crc32(b''.join(map(bytes, packs))):08x}"))
 
 
-def note_beyond(setup: Setup, folder: Path, measured: int | None) -> None:
-    """Notes for later decisions about the same setup how much more memory a run took than was predicted. What is noted
-    stays: a run that took less may have kept less, or had packs that bring fewer rows.
-
-    Args:
-        measured: bytes on a GPU; None: more than there are.
-    """
-    beyond = _beyond(setup, folder)
-    if measured is None:
-        capacity = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        beyond += int(AFTER_OUT_OF_MEMORY * capacity)
-    else:
-        beyond = max(beyond, measured - predict(setup).total)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / FILE, json.dumps({**_read(folder), _key(setup): beyond}).encode())
-
-
-def _beyond(setup: Setup, folder: Path) -> int:
+def beyond_of_last(setup: Setup, folder: Path) -> int:
+    """Bytes on a GPU beyond what is predicted for a setup, as its earlier runs noted them."""
     return _read(folder).get(_key(setup), 0)
+
+
+def note_beyond(setup: Setup, folder: Path, beyond: int) -> None:
+    """Notes for later decisions about a setup how many bytes on a GPU a run took beyond what was predicted. The most
+    that is noted stays: a run that took less may have kept less, or had packs that bring fewer rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    most = max(beyond, beyond_of_last(setup, folder))
+    write_whole(folder / FILE, json.dumps({**_read(folder), _key(setup): most}).encode())
 
 
 def _read(folder: Path) -> dict[str, int]:

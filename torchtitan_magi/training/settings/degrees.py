@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig
+from torchtitan_magi.sizing.run_setup import layers_of_stages
 from torchtitan_magi.training.settings.options import DPO_DATASET, EXPERTS, LoRA
 from torchtitan_magi.wording import quoted
 
@@ -124,6 +125,9 @@ def check_pipeline(job: Any, model: ModelConfig) -> None:
             f"parallelism.pipeline_parallel_schedule is {given}; "
             f"use one of {', '.join(SCHEDULES)}: others split the backward, which this attention does not"
         )
+    if parallelism.module_fqns_per_model_part is None:
+        ends = (getattr(parallelism, f"pipeline_parallel_{end}_stage_less_layers") for end in ("first", "last"))
+        layers_of_stages(model.num_layers, degree, schedule, *ends, parallelism.pipeline_parallel_layers_per_stage)
     if model.tied:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree is {degree}, but tie_word_embeddings does not go with it: the first "

@@ -1,0 +1,130 @@
+"""Which layers each rank of a pipeline has is what torchtitan gives it, and sizing and decisions go by that."""
+
+import importlib
+import itertools
+from dataclasses import replace
+
+import pytest
+from support.runs import IS_0_3, call
+
+from torchtitan_magi.models.published import published_sizes
+from torchtitan_magi.sizing.gpus import H100
+from torchtitan_magi.sizing.keeping.kinds import parse
+from torchtitan_magi.sizing.memory import GIB, _moments, host_memory, predict
+from torchtitan_magi.sizing.predicted_run import Place, predict_run
+from torchtitan_magi.sizing.run_setup import Setup, layers_of_stages, setup_of
+from torchtitan_magi.sizing.sample_packs import make_packs
+
+LLAMA = published_sizes("Llama-3.1-8B")
+RUN = Setup(LLAMA, 65536, cp=2, pp=4, at_once=8, checkpointing="auto", compiled=True, compiled_loss=True)
+PLACE = Place(H100, 8, tuple(make_packs("histogram", 65536, 3)))
+SCHEDULES = "1F1B", "Interleaved1F1B"
+GRID = [
+    *itertools.product((1, 3, 4, 7, 32, 61), (2, 4, 8), SCHEDULES, (0, 1, 3), (0, 1, 4), (None,)),
+    *itertools.product((7, 32), (2, 4), SCHEDULES, (1,), (1,), (1, 2, 4, 5, 9, 17)),
+]
+
+
+def shared_out_by_torchtitan():
+    """Layers of each stage for each of GRID; None where torchtitan refuses it."""
+    module = importlib.import_module("torchtitan.distributed.pipeline_parallel")
+    split = module._generate_llm_fqn_per_model_part if IS_0_3 else module.generate_llm_fqn_per_model_part
+    found = []
+    for num_layers, pp, schedule, first, last, per_stage in GRID:
+        stages = pp * (1 + (schedule == "Interleaved1F1B"))
+        if per_stage:
+            stages = -(-(num_layers + first + last) // per_stage)
+            if stages % pp or (stages // pp == 1) != (schedule == "1F1B"):
+                found.append(None)
+                continue
+        try:
+            parts = split(stages, num_layers, first, last)
+        except ValueError:
+            found.append(None)
+        else:
+            found.append([[int(name.split(".")[1]) for name in part if name[:7] == "layers."] for part in parts])
+    return found
+
+
+def shared_out(*of):
+    try:
+        return [[*stage] for stage in layers_of_stages(*of)]
+    except ValueError:
+        return None
+
+
+@pytest.mark.either
+def test_stages_have_the_layers_that_torchtitan_gives_them():
+    expected = call(shared_out_by_torchtitan)
+    assert [shared_out(*of) for of in GRID] == expected
+    assert 100 < sum(stages is not None for stages in expected) < len(GRID)
+
+
+def test_ranks_of_a_looped_pipeline_have_several_stages():
+    run = replace(RUN, schedule="Interleaved1F1B")
+    assert run.rank_layers[0] == (0, 1, 2, 3, 17, 18, 19, 20)
+    assert sorted(itertools.chain(*run.rank_layers)) == [*range(32)]
+    (stage, *_) = replace(run, keeping=parse("16 inputs, 16 all", 32)).stages()
+    assert [keeping.kept for keeping in stage.keeping] == ["inputs"] * 4 + ["all"] * 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_what_is_chosen_fits_every_rank(schedule, pp):
+    run = predict_run(replace(RUN, pp=pp, cp=8 // pp, at_once=2 * pp, schedule=schedule), PLACE)
+    setup = run.setup
+    for rank, layers in enumerate(setup.rank_layers):
+        stage = replace(setup._stage(rank, layers), in_flight=setup._in_flight(rank))
+        assert max(each.total for each in _moments(stage)) <= run.memory.total <= 0.91 * H100.capacity
+        assert [setup.keeping[layer] for layer in layers] == [*stage.keeping]
+
+
+def test_stages_in_the_middle_count():
+    ends, heavy = (replace(RUN, keeping=parse(text, 32)) for text in ("inputs", "8 inputs, 16 all, 8 inputs"))
+    assert predict(heavy).total > 3 * predict(ends).total
+    offloads = replace(RUN, keeping=parse("8 inputs, 16 all offloaded, 8 inputs", 32))
+    assert host_memory(offloads) > 100 * GIB
+
+
+def read_of(**options):
+    """Reads options of [parallelism] as given, and others as torchtitan has them by default."""
+    given = {"training.seq_len": 65536, "training.dataset": "sft", "activation_checkpoint.mode": "full"}
+    given |= {f"parallelism.{name}": value for name, value in options.items()}
+
+    def read(name, default):
+        return given.get(name, default[0] if isinstance(default, tuple) else default)
+
+    return read
+
+
+def layers_read(**options):
+    setup = setup_of(read_of(pipeline_parallel_degree=2, **options), LLAMA, 1)
+    return [len(layers) for layers in setup.rank_layers], setup.loops
+
+
+def test_options_about_stages_are_read():
+    assert layers_read() == ([16, 16], 1)
+    less = {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 8}
+    assert layers_read(**less) == ([20, 12], 1)
+    looped = {"pipeline_parallel_schedule": "Interleaved1F1B"}
+    assert layers_read(**looped) == ([16, 16], 2)
+    assert layers_read(**looped, pipeline_parallel_layers_per_stage=6) == ([16, 16], 3)
+    parts = [["tok_embeddings", "layers.0"], [f"layers.{layer}" for layer in range(1, 32)] + ["norm", "output"]]
+    assert layers_read(module_fqns_per_model_part=parts) == ([1, 31], 1)
+
+
+def test_a_pipeline_that_torchtitan_refuses_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="pipeline_parallel_degree is 64, but 64 stages get 0 of 34 layers each"):
+        setup_of(read_of(pipeline_parallel_degree=64), LLAMA, 1)
+    with pytest.raises(ValueError, match="layers_per_stage is 4, which makes 9 stages of 34 layers"):
+        layers_read(pipeline_parallel_layers_per_stage=4)
+
+
+def test_more_than_the_host_has_may_not_fit():
+    from torchtitan_magi.sizing.answer import Answer, verdict
+
+    by_hand = replace(RUN, pp=1, cp=8, seq_len=2**20, keeping=parse("all offloaded", 32))
+    run = predict_run(by_hand, replace(PLACE, packs=tuple(make_packs("histogram", 2**20, 1))))
+    assert not run.fits
+    text = verdict(Answer(run, [], 1, None, None, []))[0]
+    assert text.startswith("May not fit: 65 of 79 GiB on each of 8 H100, and 546 GiB of the host's memory for each, ")
