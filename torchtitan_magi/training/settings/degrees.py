@@ -126,8 +126,14 @@ def check_pipeline(job: Any, model: ModelConfig) -> None:
             f"use one of {', '.join(SCHEDULES)}: others split the backward, which this attention does not"
         )
     if parallelism.module_fqns_per_model_part is None:
-        ends = (getattr(parallelism, f"pipeline_parallel_{end}_stage_less_layers") for end in ("first", "last"))
-        layers_of_stages(model.num_layers, degree, schedule, *ends, parallelism.pipeline_parallel_layers_per_stage)
+        layers_of_stages(
+            model.num_layers,
+            degree,
+            schedule,
+            parallelism.pipeline_parallel_first_stage_less_layers,
+            parallelism.pipeline_parallel_last_stage_less_layers,
+            parallelism.pipeline_parallel_layers_per_stage,
+        )
     if model.tied:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree is {degree}, but tie_word_embeddings does not go with it: the first "
