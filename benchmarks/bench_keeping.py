@@ -62,7 +62,9 @@ CASES = {  # steps of each run, and what layers keep
          "4 all offloaded, 12 attention offloaded", "products"),
     ),
     "packs of 128k over 2, 8B": (
-        _case(32, 131072, 2), 8, (AUTO, "inputs", "16 attention offloaded, 15 products, 1 all"),
+        _case(32, 131072, 2), 8,
+        (AUTO, "inputs", "16 attention offloaded, 15 products, 1 all", "14 inputs, 17 products, 1 all",
+         ", ".join(["1 products, 1 products offloaded"] * 16)),
     ),
     "one document of 128k": (_document(4, 131072), 4, ("attention", "attention offloaded", "inputs")),
     "one document of 256k over 2": (_document(4, 262144, 2), 4, ("attention", "attention offloaded", "inputs")),
