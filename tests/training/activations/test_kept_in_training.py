@@ -20,6 +20,7 @@ MIXES = {
     "inputs": "inputs",
 }
 CP = "--parallelism.context_parallel_degree 2"
+DPO = "--training.dataset dpo --training.dataset_path PAIRS"
 CHECKPOINTS = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.async_mode disabled"
 LAYOUTS = {  # processes, options
     "compiled": (1, "--compile.enable"),
@@ -36,7 +37,8 @@ LAYOUTS = {  # processes, options
     "PP 2": (2, "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4"),
     "LoRA": (1, "--magi.lora.rank 4"),
     "experts, EP 2": (2, f"EXPERTS {CP} --parallelism.expert_parallel_degree 2"),
-    "DPO": (1, "--training.dataset dpo --training.dataset_path PAIRS"),
+    "DPO": (1, DPO),
+    "LoRA, DPO": (1, f"--magi.lora.rank 4 {DPO}"),
 }
 
 
@@ -141,10 +143,10 @@ def test_what_layers_keep_changes_no_loss(mix):
 )
 def test_a_mix_changes_no_loss_in_any_layout(layout, mix):
     """Weights that FSDP2 frees and gathers again stay; what is still on its way between ranks is waited for."""
-    if not IS_0_3 and layout in ("PP 2", "LoRA"):
+    if not IS_0_3 and layout in ("PP 2", "LoRA", "LoRA, DPO"):
         pytest.skip("torchtitan 0.2.2 has none")
     found, expected = run(mix, *LAYOUTS[layout]), run(None, *LAYOUTS[layout])
-    assert steps_of(found) == pytest.approx(steps_of(expected), rel=1e-5)
+    assert steps_of(found) == pytest.approx(steps_of(expected), rel=1e-5 if layout == "compiled" else 0)
     assert found.of("host memory")
 
 

@@ -53,10 +53,15 @@ def blocks(kept, device, compiled=""):
     return nn.ModuleList(found)
 
 
-def train(model, device, tokens=32, steps=3):
-    """Gradients of all weights and of the input after some steps, and the most memory of the last one."""
+def train(model, device, tokens=32, steps=3, aside=lambda: None):
+    """Gradients of all weights and of the input after some steps, and the most memory of the last one.
+
+    Args:
+        aside: what is done before each forward, and again before its backward.
+    """
     peak = 0
     for step in range(steps):
+        aside()
         torch.manual_seed(step)
         first, scale = torch.randn(2, tokens, DIM, device=device)
         x = first.requires_grad_()
@@ -66,6 +71,7 @@ def train(model, device, tokens=32, steps=3):
             before = torch.cuda.memory_allocated()
         for block in model:
             x = block(x, scale)
+        aside()
         x.square().mean().backward()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -150,13 +156,25 @@ def test_several_forwards_may_wait_for_their_backward(small):
     assert all(map(torch.equal, *found))
 
 
-def test_without_gradients_nothing_leaves(small):
-    model, offloader = blocks("all", "cpu"), Offloader(torch.device("cpu"))
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_forward_without_gradients_leaves_those_with_alone(kept, without_gradients, small):
+    """As a reference's or a validation's: before the first with gradients, and between others and their backward."""
+    model, offloader = blocks(kept, "cpu"), Offloader(torch.device("cpu"))
     offloader.wrap(list(model), model)
-    with torch.no_grad():
-        for block in model:
-            block(torch.randn(32, DIM), torch.ones(()))
+
+    def aside():
+        before = offloader.num_bytes, [*offloader._recent]
+        with without_gradients():
+            for block in model:
+                block(torch.randn(32, DIM), torch.ones(()))
+        assert (offloader.num_bytes, [*offloader._recent]) == before
+
+    aside()
     assert offloader.num_bytes == 0
+    expected, _ = train(blocks(kept, "cpu"), "cpu")
+    found, _ = train(model, "cpu", aside=aside)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_buffers_serve_tensors_of_about_their_size_and_any_strides():

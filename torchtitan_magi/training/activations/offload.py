@@ -192,6 +192,8 @@ class Offloader:
     def _contexts(self, stock: Callable[[], tuple[Any, Any]]) -> tuple[AbstractContextManager[None], ...]:
         """A selective checkpoint's contexts of forward and recomputation, with what they hold handed over between."""
         keep, use = stock()
+        if not torch.is_grad_enabled():  # so this forward has no record
+            return keep, use
         return self._keeping(keep, self._recent[-1]), _using(use)
 
     @contextmanager
