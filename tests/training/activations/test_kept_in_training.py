@@ -20,14 +20,15 @@ MIXES = {
     "inputs": "inputs",
 }
 CP = "--parallelism.context_parallel_degree 2"
+TP = "--parallelism.tensor_parallel_degree 2"
 DPO = "--training.dataset dpo --training.dataset_path PAIRS"
 CHECKPOINTS = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.async_mode disabled"
 LAYOUTS = {  # processes, options
     "compiled": (1, "--compile.enable"),
     "CP 2": (2, CP),
-    "TP 2": (2, "--parallelism.tensor_parallel_degree 2"),
+    "TP 2": (2, TP),
     "FSDP 2": (2, "--parallelism.data_parallel_shard_degree 2 --training.local_batch_size 1"),
-    "TP 2, CP 2": (4, f"--parallelism.tensor_parallel_degree 2 {CP}"),
+    "TP 2, CP 2": (4, f"{TP} {CP}"),
     "HSDP 2 x 2": (
         4,
         "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2 "
@@ -37,6 +38,7 @@ LAYOUTS = {  # processes, options
     "PP 2": (2, "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4"),
     "LoRA": (1, "--magi.lora.rank 4"),
     "experts, EP 2": (2, f"EXPERTS {CP} --parallelism.expert_parallel_degree 2"),
+    "experts, TP 2, EP 2": (2, f"EXPERTS {TP} --parallelism.expert_parallel_degree 2"),
     "DPO": (1, DPO),
     "LoRA, DPO": (1, f"--magi.lora.rank 4 {DPO}"),
 }
@@ -132,11 +134,12 @@ def test_what_layers_keep_changes_no_loss(mix):
 @pytest.mark.parametrize(
     ("layout", "mix"),
     [
-        pytest.param(layout, MIX, marks=pytest.mark.long if processes == 4 else ())
+        pytest.param(layout, MIX, marks=pytest.mark.long if processes == 4 or "TP 2, EP" in layout else ())
         for layout, (processes, _) in LAYOUTS.items()
     ]
     + [("FSDP 2", "all offloaded"), ("TP 2", "products offloaded")]
     + [
+        pytest.param("experts, TP 2, EP 2", "all offloaded", marks=pytest.mark.either),
         pytest.param("TP 2", "all offloaded", marks=pytest.mark.long),
         pytest.param("experts, EP 2", "products offloaded", marks=pytest.mark.long),
     ],
