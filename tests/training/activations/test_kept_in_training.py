@@ -20,13 +20,15 @@ MIXES = {
     "inputs": "inputs",
 }
 CP = "--parallelism.context_parallel_degree 2"
+TP = "--parallelism.tensor_parallel_degree 2"
+DPO = "--training.dataset dpo --training.dataset_path PAIRS"
 CHECKPOINTS = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.async_mode disabled"
 LAYOUTS = {  # processes, options
     "compiled": (1, "--compile.enable"),
     "CP 2": (2, CP),
-    "TP 2": (2, "--parallelism.tensor_parallel_degree 2"),
+    "TP 2": (2, TP),
     "FSDP 2": (2, "--parallelism.data_parallel_shard_degree 2 --training.local_batch_size 1"),
-    "TP 2, CP 2": (4, f"--parallelism.tensor_parallel_degree 2 {CP}"),
+    "TP 2, CP 2": (4, f"{TP} {CP}"),
     "HSDP 2 x 2": (
         4,
         "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2 "
@@ -36,7 +38,9 @@ LAYOUTS = {  # processes, options
     "PP 2": (2, "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4"),
     "LoRA": (1, "--magi.lora.rank 4"),
     "experts, EP 2": (2, f"EXPERTS {CP} --parallelism.expert_parallel_degree 2"),
-    "DPO": (1, "--training.dataset dpo --training.dataset_path PAIRS"),
+    "experts, TP 2, EP 2": (2, f"EXPERTS {TP} --parallelism.expert_parallel_degree 2"),
+    "DPO": (1, DPO),
+    "LoRA, DPO": (1, f"--magi.lora.rank 4 {DPO}"),
 }
 
 
@@ -130,21 +134,22 @@ def test_what_layers_keep_changes_no_loss(mix):
 @pytest.mark.parametrize(
     ("layout", "mix"),
     [
-        pytest.param(layout, MIX, marks=pytest.mark.long if processes == 4 else ())
+        pytest.param(layout, MIX, marks=pytest.mark.long if processes == 4 or "TP 2, EP" in layout else ())
         for layout, (processes, _) in LAYOUTS.items()
     ]
     + [("FSDP 2", "all offloaded"), ("TP 2", "products offloaded")]
     + [
+        pytest.param("experts, TP 2, EP 2", "all offloaded", marks=pytest.mark.either),
         pytest.param("TP 2", "all offloaded", marks=pytest.mark.long),
         pytest.param("experts, EP 2", "products offloaded", marks=pytest.mark.long),
     ],
 )
 def test_a_mix_changes_no_loss_in_any_layout(layout, mix):
     """Weights that FSDP2 frees and gathers again stay; what is still on its way between ranks is waited for."""
-    if not IS_0_3 and layout in ("PP 2", "LoRA"):
+    if not IS_0_3 and layout in ("PP 2", "LoRA", "LoRA, DPO"):
         pytest.skip("torchtitan 0.2.2 has none")
     found, expected = run(mix, *LAYOUTS[layout]), run(None, *LAYOUTS[layout])
-    assert steps_of(found) == pytest.approx(steps_of(expected), rel=1e-5)
+    assert steps_of(found) == pytest.approx(steps_of(expected), rel=1e-5 if layout == "compiled" else 0)
     assert found.of("host memory")
 
 

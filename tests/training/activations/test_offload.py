@@ -7,7 +7,12 @@ import torch
 from support.gpus import needs_hopper
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_magi.training.activations import offload
@@ -53,10 +58,15 @@ def blocks(kept, device, compiled=""):
     return nn.ModuleList(found)
 
 
-def train(model, device, tokens=32, steps=3):
-    """Gradients of all weights and of the input after some steps, and the most memory of the last one."""
+def train(model, device, tokens=32, steps=3, aside=lambda: None):
+    """Gradients of all weights and of the input after some steps, and the most memory of the last one.
+
+    Args:
+        aside: what is done before each forward, and again before its backward.
+    """
     peak = 0
     for step in range(steps):
+        aside()
         torch.manual_seed(step)
         first, scale = torch.randn(2, tokens, DIM, device=device)
         x = first.requires_grad_()
@@ -66,6 +76,7 @@ def train(model, device, tokens=32, steps=3):
             before = torch.cuda.memory_allocated()
         for block in model:
             x = block(x, scale)
+        aside()
         x.square().mean().backward()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -150,13 +161,79 @@ def test_several_forwards_may_wait_for_their_backward(small):
     assert all(map(torch.equal, *found))
 
 
-def test_without_gradients_nothing_leaves(small):
-    model, offloader = blocks("all", "cpu"), Offloader(torch.device("cpu"))
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_forward_without_gradients_leaves_those_with_alone(kept, without_gradients, small):
+    """As a reference's or a validation's: before the first with gradients, and between others and their backward."""
+    model, offloader = blocks(kept, "cpu"), Offloader(torch.device("cpu"))
     offloader.wrap(list(model), model)
-    with torch.no_grad():
-        for block in model:
-            block(torch.randn(32, DIM), torch.ones(()))
+
+    def aside():
+        before = offloader.num_bytes, [*offloader._recent]
+        with without_gradients():
+            for block in model:
+                block(torch.randn(32, DIM), torch.ones(()))
+        assert (offloader.num_bytes, [*offloader._recent]) == before
+
+    aside()
     assert offloader.num_bytes == 0
+    expected, _ = train(blocks(kept, "cpu"), "cpu")
+    found, _ = train(model, "cpu", aside=aside)
+    assert all(map(torch.equal, found, expected))
+
+
+class Saving(torch.autograd.Function):
+    """x, which saves another tensor and tells in the backward what came back."""
+
+    @staticmethod
+    def forward(ctx, x, saved, came_back):
+        ctx.save_for_backward(saved)
+        ctx.came_back = came_back
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.came_back.extend(ctx.saved_tensors)
+        return grad, None, None
+
+
+def distributed(*placements, **read):
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), _init_backend=False, _rank=0)
+    whole = TensorMeta(torch.Size([16, DIM]), (DIM, 1), torch.float32)
+    local = torch.randn(4, DIM)
+    return DTensor(local, DTensorSpec(mesh, placements, whole, **read), requires_grad=False)
+
+
+MADE_OF_OTHERS = {
+    "strided shards that are no order": lambda: distributed(
+        _StridedShard(0, split_factor=4), Shard(0), use_strided_shard_as_shard_order=False
+    ),
+    "strided shards that are an order": lambda: distributed(_StridedShard(0, split_factor=2), Shard(0)),
+    "an order of shards": lambda: distributed(Shard(0), Shard(0), shard_order=(ShardOrderEntry(0, (1, 0)),)),
+    "another kind": lambda: TwoTensor(torch.randn(4, DIM), torch.randn(4, DIM)),
+}
+
+
+def tensors_of(made):
+    return [name for name in made.__tensor_flatten__()[0] if isinstance(getattr(made, name), torch.Tensor)]
+
+
+@pytest.mark.parametrize("make", MADE_OF_OTHERS.values(), ids=MADE_OF_OTHERS)
+def test_a_tensor_made_of_others_comes_back_as_it_was(make, small):
+    saved, came_back, offloader = [make() for _ in range(LAYERS)], [], Offloader(torch.device("cpu"))
+    model = nn.ModuleList(nn.Module() for _ in saved)
+    x = torch.randn(4, requires_grad=True)
+    for layer in model:
+        layer.forward = lambda x, each: Saving.apply(x, each, came_back)
+    offloader.wrap(list(model), model)
+    for layer, each in zip(model, saved, strict=True):
+        x = layer(x, each)
+    x.sum().backward()
+    assert offloader.num_bytes >= LAYERS * 4 * DIM * 4
+    for found, expected in zip(reversed(came_back), saved, strict=True):
+        assert type(found) is type(expected)
+        assert getattr(found, "_spec", None) == getattr(expected, "_spec", None)
+        assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in tensors_of(expected))
 
 
 def test_buffers_serve_tensors_of_about_their_size_and_any_strides():

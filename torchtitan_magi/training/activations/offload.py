@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -72,6 +73,8 @@ class _Record:
         """What autograd keeps in place of x, for ``_give_back``."""
         if isinstance(x, AsyncCollectiveTensor):
             x = x.trigger_wait()  # a copy would not wait for what is still to arrive
+        if type(x) is DTensor:
+            return _Distributed(x, self.hand_over(x._local_tensor, copies))
         if is_traceable_wrapper_subclass(x):
             return _Inner(x, lambda part: self.hand_over(part, copies))
         if x.numel() * x.element_size() < SMALL or not _is_dense(x) or self._is_to_stay(x):
@@ -112,13 +115,29 @@ class _Record:
                 yield key, away
 
 
+class _Distributed:
+    """A DTensor with this rank's part handed over, which gets its own spec back.
+
+    ``__tensor_unflatten__`` makes another one: that loses the order of shards (PyTorch 2.11), or refuses the strided
+    shards that views make (2.13).
+    """
+
+    def __init__(self, x: DTensor, part: Any) -> None:
+        self._part, self._spec, self._requires_grad = part, x._spec, x.requires_grad
+
+    def get(self) -> Tensor:
+        """The tensor."""
+        whole: Tensor = DTensor(_give_back(self._part), self._spec, requires_grad=self._requires_grad)
+        return whole
+
+
 class _Inner:
-    """A tensor made of others, such as a DTensor, with these handed over."""
+    """A tensor made of others, with these handed over."""
 
     def __init__(self, x: Any, hand_over: Callable[[Tensor], Any]) -> None:
         names, self._context = x.__tensor_flatten__()
         self._kind, self._size, self._stride = type(x), x.size(), x.stride()
-        parts = {name: getattr(x, name) for name in names}  # a mesh may be among them
+        parts = {name: getattr(x, name) for name in names}  # not all need be tensors
         self._parts = {name: hand_over(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
 
     def get(self) -> Tensor:
@@ -134,7 +153,7 @@ def _give_back(kept: Any) -> Any:
         record, away = kept
         record.fetch()
         return away.get()
-    return kept.get() if isinstance(kept, _Inner) else kept
+    return kept.get() if isinstance(kept, _Distributed | _Inner) else kept
 
 
 class Offloader:
@@ -192,6 +211,8 @@ class Offloader:
     def _contexts(self, stock: Callable[[], tuple[Any, Any]]) -> tuple[AbstractContextManager[None], ...]:
         """A selective checkpoint's contexts of forward and recomputation, with what they hold handed over between."""
         keep, use = stock()
+        if not torch.is_grad_enabled():  # so this forward has no record
+            return keep, use
         return self._keeping(keep, self._recent[-1]), _using(use)
 
     @contextmanager
