@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from support.runs import IS_0_3, call
 
+from torchtitan_magi.models.pipeline_stages import layers_of_stages
 from torchtitan_magi.models.published import published_sizes
 from torchtitan_magi.sizing.gpus import H100
 from torchtitan_magi.sizing.keeping.kinds import parse
 from torchtitan_magi.sizing.memory import GIB, _moments, host_memory, predict
 from torchtitan_magi.sizing.predicted_run import Place, predict_run
-from torchtitan_magi.sizing.run_setup import Setup, layers_of_stages, setup_of
+from torchtitan_magi.sizing.run_setup import Setup, setup_of
 from torchtitan_magi.sizing.sample_packs import make_packs
 
 LLAMA = published_sizes("Llama-3.1-8B")

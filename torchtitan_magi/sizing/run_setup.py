@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.models.pipeline_stages import LOOPED, layers_of_stages
 from torchtitan_magi.models.shapes import Parameters, adapters_of, heads_of_rank, num_moe_layers, parameters_of
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.sizing.keeping.kinds import ALL, AUTO, INPUTS, OF_MODE, Keeping, parse
@@ -24,7 +25,6 @@ LORA_TARGETS = (
     *("in_proj_qkv", "in_proj_z", "out_proj", "w1", "w2", "w3"),
 )
 BYTES = dict(zip(DTYPES, (FLOAT32, 2), strict=True))  # of an element
-LOOPED = "Interleaved1F1B"  # the schedule of a pipeline under which a rank has several stages, two if nothing is said
 LESS = (1, 0, *range(2, 1000))  # values of an option, the default first
 
 
@@ -214,41 +214,6 @@ class Setup:
         if self.schedule == LOOPED:
             return min(most, ((self.loops - 1) * self.pp + 2 * behind - 1) / self.loops)
         return min(most, behind)
-
-
-def layers_of_stages(
-    num_layers: int, pp: int, schedule: str, first_less: int = 1, last_less: int = 1, per_stage: int | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the layers of each stage of a pipeline, as torchtitan shares them out: evenly, where embedding and
-    output layer count as ``first_less`` and ``last_less`` layers.
-
-    Args:
-        per_stage: layers of a stage, by which the number of stages is found; None: a rank has one stage, or two.
-
-    Raises:
-        ValueError: one line that names the value and the remedy, for what torchtitan refuses.
-    """
-    counted, several = num_layers + first_less + last_less, schedule == LOOPED
-    stages = -(-counted // per_stage) if per_stage else pp * (1 + several)
-    if stages % pp or (stages > pp) != several:
-        wanted = f"a multiple of {pp}, of {2 * pp} at least" if several else str(pp)
-        raise ValueError(
-            f"parallelism.pipeline_parallel_layers_per_stage is {per_stage}, which makes {stages} stages of {counted} "
-            f"layers (embedding and output layer count as {first_less} and {last_less}); {quoted(schedule)} needs "
-            f"{wanted}: set it to other than {per_stage}, or leave it out"
-        )
-    each, more = divmod(counted, stages)
-    if each < max(1, first_less, last_less):
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree is {pp}, but {stages} stages get {each} of {counted} layers each, "
-            f"where embedding and output layer count as {first_less} and {last_less} (pipeline_parallel_first_stage_"
-            "less_layers, pipeline_parallel_last_stage_less_layers); use a smaller degree"
-        )
-    counts = [each + (stage < more) for stage in range(stages)]
-    counts[0] -= first_less
-    counts[-1] -= last_less
-    ends = itertools.accumulate(counts)
-    return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))
 
 
 def _read_stage_layers(read: Read, num_layers: int, pp: int, schedule: str) -> tuple[tuple[int, ...], ...]:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig
-from torchtitan_magi.sizing.run_setup import layers_of_stages
+from torchtitan_magi.models.pipeline_stages import layers_of_stages
 from torchtitan_magi.training.settings.options import DPO_DATASET, EXPERTS, LoRA
 from torchtitan_magi.wording import quoted
 

@@ -1,0 +1,42 @@
+"""Which layers of a model each stage of a pipeline has."""
+
+import itertools
+
+from torchtitan_magi.wording import quoted
+
+LOOPED = "Interleaved1F1B"  # the schedule under which a rank has several stages, two if nothing is said
+
+
+def layers_of_stages(
+    num_layers: int, pp: int, schedule: str, first_less: int = 1, last_less: int = 1, per_stage: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the layers of each stage of a pipeline, as torchtitan shares them out: evenly, where embedding and
+    output layer count as ``first_less`` and ``last_less`` layers.
+
+    Args:
+        per_stage: layers of a stage, by which the number of stages is found; None: a rank has one stage, or two.
+
+    Raises:
+        ValueError: one line that names the value and the remedy, for what torchtitan refuses.
+    """
+    counted, several = num_layers + first_less + last_less, schedule == LOOPED
+    stages = -(-counted // per_stage) if per_stage else pp * (1 + several)
+    if stages % pp or (stages > pp) != several:
+        wanted = f"a multiple of {pp}, of {2 * pp} at least" if several else str(pp)
+        raise ValueError(
+            f"parallelism.pipeline_parallel_layers_per_stage is {per_stage}, which makes {stages} stages of {counted} "
+            f"layers (embedding and output layer count as {first_less} and {last_less}); {quoted(schedule)} needs "
+            f"{wanted}: set it to other than {per_stage}, or leave it out"
+        )
+    each, more = divmod(counted, stages)
+    if each < max(1, first_less, last_less):
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree is {pp}, but {stages} stages get {each} of {counted} layers each, "
+            f"where embedding and output layer count as {first_less} and {last_less} (pipeline_parallel_first_stage_"
+            "less_layers, pipeline_parallel_last_stage_less_layers); use a smaller degree"
+        )
+    counts = [each + (stage < more) for stage in range(stages)]
+    counts[0] -= first_less
+    counts[-1] -= last_less
+    ends = itertools.accumulate(counts)
+    return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))
