@@ -37,6 +37,8 @@ TIMEOUT = 420  # seconds per row
 MILLION = 1 << 20  # tokens of the document that is derived
 SMALL = LLAMA | {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 4}
 
+TURNS, LATE_TURNS = "2 products, 1 all offloaded", "2 all, 1 all offloaded"  # all copies hide
+
 
 def _case(layers: int, tokens: int, gpus: int = 1, **fields: Any) -> Case:
     return Case("llama3", fields.pop("config", LLAMA), layers, tokens, AUTO, gpus=gpus, cp=gpus, **fields)
@@ -59,7 +61,8 @@ CASES = {  # steps of each run, and what layers keep
     "packs of 128k over 2, 16 layers": (
         _case(16, 131072, 2), 8,
         (AUTO, "inputs", "14 attention, 2 all", "13 products offloaded, 3 all",
-         "4 all offloaded, 12 attention offloaded", "products"),
+         "4 all offloaded, 12 attention offloaded", "products",
+         f"{TURNS}, {TURNS}, {LATE_TURNS}, {LATE_TURNS}, {LATE_TURNS}, 1 all"),
     ),
     "packs of 128k over 2, 8B": (
         _case(32, 131072, 2), 8,
