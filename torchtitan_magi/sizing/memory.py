@@ -53,10 +53,11 @@ def host_memory(setup: Setup) -> int:
 
 def states_on_host(setup: Setup) -> int:
     """Bytes of parameters, gradients and optimizer states that each GPU's process has there with
-    training.enable_cpu_offload."""
-    weights = (setup.stored + setup.adapters) * (1 + (setup.reference and not setup.lora_rank))
-    states = 2 * setup.trained * (setup.state_bytes or setup.param_bytes)
-    return setup.offload * ((weights + setup.trained) * setup.param_bytes + states)
+    training.enable_cpu_offload, and of a checkpoint that is written while training goes on."""
+    weights, states = setup.stored + setup.adapters, 2 * setup.trained * (setup.state_bytes or setup.param_bytes)
+    offloaded = weights * (1 + (setup.reference and not setup.lora_rank)) + setup.trained
+    staged = setup.staged * (weights * setup.param_bytes + states)
+    return setup.offload * (offloaded * setup.param_bytes + states) + staged
 
 
 def moments(setup: Setup) -> Iterator[Prediction]:
@@ -134,8 +135,8 @@ def _lasting(setup: Setup) -> dict[str, int]:
     if _by_ddp(setup):  # autocast's rounded parameters, and DDP's buckets of gradients
         copies = setup.stored * setup.compute_bytes if setup.compute_bytes < setup.param_bytes else 0
         copies += setup.trained * setup.param_bytes
-    elif setup.pp > 1:
-        copies = setup.whole * setup.compute_bytes  # kept from one microbatch to the next
+    elif setup.keeps_gathered:
+        copies = setup.whole * setup.compute_bytes
     return {
         "parameters": on_gpu,
         "optimizer states": 2 * setup.trained * (setup.state_bytes or setup.param_bytes) * (not setup.offload),
@@ -148,10 +149,12 @@ def _lasting(setup: Setup) -> dict[str, int]:
 
 
 def _gathered(setup: Setup, parameters: int) -> int:
-    """Bytes of FSDP2 for a group of so many parameters in its backward: gathered, the next group's, and gradients."""
-    if _by_ddp(setup) or setup.pp > 1:
+    """Bytes of FSDP2 for a group of so many parameters in its backward: gathered, the next group's, and gradients. What
+    stays gathered counts at every moment, and a pipeline's gradients too."""
+    if _by_ddp(setup):
         return 0
-    return parameters * (2 if setup.lora_rank else 3) * setup.compute_bytes
+    copies = 2 * (not setup.keeps_gathered) + (not setup.lora_rank and setup.pp == 1)
+    return parameters * copies * setup.compute_bytes
 
 
 def _reduced(setup: Setup, parameters: int) -> int:

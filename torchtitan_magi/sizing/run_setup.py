@@ -25,6 +25,7 @@ LORA_TARGETS = (
     *("in_proj_qkv", "in_proj_z", "out_proj", "w1", "w2", "w3"),
 )
 BYTES = dict(zip(DTYPES, (FLOAT32, 2), strict=True))  # of an element
+RESHARD = ("default", "always", "never")
 LESS = (1, 0, *range(2, 1000))  # values of an option, the default first
 
 
@@ -47,7 +48,9 @@ class Setup:
             layers of each of its stages; empty: as torchtitan shares them out by itself, see ``layers_of_stages``.
         lora_rank, lora_targets: of adapters, where only these are trained.
         reference: whether a frozen copy of the model is there for preference training.
-        offload: whether parameters, gradients and states are in the host's memory.
+        offload: whether parameters, gradients and states are in the host's memory. staged: whether a checkpoint of them
+            is there, too, while it is written. reshard: torchtitan's fsdp_reshard_after_forward. sequence_parallel:
+            whether tensor parallelism splits the sequence between blocks.
         whole_logits: whether the logits of all tokens exist at once, as with torchtitan's own loss.
         gpu: whether training runs on GPUs.
         cp_per_machine: context-parallel ranks of a pack in each machine, one number if alike; None: all are in one.
@@ -87,6 +90,9 @@ class Setup:
     lora_targets: tuple[str, ...] = ()
     reference: bool = False
     offload: bool = False
+    staged: bool = False
+    reshard: str = RESHARD[0]
+    sequence_parallel: bool = True
     whole_logits: bool = False
     gpu: bool = True
     cp_per_machine: int | tuple[int, ...] | None = None
@@ -114,8 +120,13 @@ class Setup:
 
     @property
     def local_dim(self) -> int:
-        """Elements per token of what lies between blocks, where tensor parallelism splits the sequence."""
-        return self.model.dim // self.tp
+        """Elements per token of what lies between blocks, where tensor parallelism may split the sequence."""
+        return self.model.dim // self.tp if self.sequence_parallel else self.model.dim
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether FSDP2 keeps what it gathers, from one forward to all backwards: by default it does in a pipeline."""
+        return self.reshard == "never" or (self.reshard == RESHARD[0] and self.pp > 1)
 
     @functools.cached_property
     def heads(self) -> Heads:
@@ -140,7 +151,7 @@ class Setup:
 
     @functools.cached_property
     def whole(self) -> int:
-        """Number of the model's parameters that a rank's GPU holds while a pipeline keeps them gathered."""
+        """Number of the model's parameters that a rank's GPU holds while it keeps them gathered."""
         dense = self.stored - -(-self._experts // (self.fsdp * self.tp))
         return dense * self.fsdp + self.on_rank.experts * num_moe_layers(self.model)
 
@@ -249,7 +260,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
     components = read("compile.components", ["model", "loss"]) if read("compile.enable", False) else []
     batch, copies = read("training.local_batch_size", 8), read("parallelism.data_parallel_replicate_degree", 1)
     pp, cp, tp = (read(f"parallelism.{kind}_parallel_degree", 1) for kind in ("pipeline", "context", "tensor"))
-    packs = batch if pp == 1 else 1  # a pipeline takes one after the other
+    packs = batch if pp == 1 else read("parallelism.pipeline_parallel_microbatch_size", 1)
     steps_of_batches = -(-max(read("training.global_batch_size", -1), 1) // (batch * copies * dp_shard))
     rank = read("magi.lora.rank", 0)
     mixed = dp_shard * cp > 1 or tp == 1  # tensor parallelism alone computes in the training dtype
@@ -285,5 +296,8 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         lora_targets=tuple(read("magi.lora.target_modules", [*LORA_TARGETS])) if rank else (),
         reference=_has_reference(read),
         offload=read("training.enable_cpu_offload", False),
+        staged=read("checkpoint.enable", False) and read("checkpoint.async_mode", "disabled") != "disabled",
+        reshard=read("parallelism.fsdp_reshard_after_forward", RESHARD),
+        sequence_parallel=read("parallelism.enable_sequence_parallel", True),
         overlap_stages=read("magi.overlap_stages", -1),
     )

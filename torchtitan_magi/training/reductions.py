@@ -35,10 +35,10 @@ def reduce_in_memory_of_activations(module: FSDPModule) -> None:
     another stream only after they went back to the GPU, for which all work has to end.
     """
     state: Any = module._get_fsdp_state()
-    if len(groups := getattr(state, "_fsdp_param_groups", ())) < 2:
-        module.set_custom_reduce_scatter(ReduceScatter())
-    for group in groups[1:] and groups:  # of experts and the rest of a block, which that method refuses
-        group._reduce_scatter_comm = ReduceScatter()
+    groups = getattr(state, "_fsdp_param_groups", None)  # several where experts are shared out; PyTorch 2.11 has one
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        if group is not None and type(group._reduce_scatter_comm) is DefaultReduceScatter:  # not symmetric memory
+            group._reduce_scatter_comm = ReduceScatter()
 
 
 class ReduceScatter(DefaultReduceScatter):

@@ -1,4 +1,4 @@
-"""Which layers each rank of a pipeline has is what torchtitan gives it, and sizing and decisions go by that."""
+"""Which layers each rank of a pipeline has is what torchtitan gives it, and what options change is known to sizing."""
 
 import importlib
 import itertools
@@ -9,9 +9,10 @@ from support.runs import IS_0_3, call
 
 from torchtitan_magi.models.pipeline_stages import layers_of_stages
 from torchtitan_magi.models.published import published_sizes
+from torchtitan_magi.sizing.activations import block_input
 from torchtitan_magi.sizing.gpus import H100
 from torchtitan_magi.sizing.keeping.kinds import parse
-from torchtitan_magi.sizing.memory import GIB, _moments, host_memory, predict
+from torchtitan_magi.sizing.memory import GIB, _moments, host_memory, predict, states_on_host
 from torchtitan_magi.sizing.predicted_run import Place, predict_run
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
 from torchtitan_magi.sizing.sample_packs import make_packs
@@ -112,6 +113,34 @@ def test_options_about_stages_are_read():
     assert layers_read(**looped, pipeline_parallel_layers_per_stage=6) == ([16, 16], 3)
     parts = [["tok_embeddings", "layers.0"], [f"layers.{layer}" for layer in range(1, 32)] + ["norm", "output"]]
     assert layers_read(module_fqns_per_model_part=parts) == ([1, 31], 1)
+
+
+def changed(**options):
+    """What is predicted of a run with some option, and without it."""
+    read = read_of(tensor_parallel_degree=2, context_parallel_degree=4)
+    given = {name.replace("__", "."): value for name, value in options.items()}
+    return [
+        setup_of(lambda name, default, given=given: given.get(name, read(name, default)), LLAMA, 1)
+        for given in (given, {})
+    ]
+
+
+def test_options_that_change_memory_are_read():
+    never, plain = changed(parallelism__fsdp_reshard_after_forward="never")
+    assert (
+        predict(never).parts["gathered parameters"] > 8.03e9 / 2 * 2 > 3 * predict(plain).parts["gathered parameters"]
+    )
+    whole, plain = changed(parallelism__enable_sequence_parallel=False)
+    assert block_input(whole) == 2 * block_input(plain)
+    staged, plain = changed(checkpoint__enable=True, checkpoint__async_mode="async_with_pinned_mem")
+    assert states_on_host(staged) == pytest.approx(12 * 8.03e9 / 8, rel=0.01)
+    assert states_on_host(plain) == 0
+    pipeline = setup_of(
+        read_of(pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=4, fsdp_reshard_after_forward="always"),
+        LLAMA, 1,
+    )  # fmt: skip
+    assert (pipeline.packs, pipeline.at_once, pipeline.keeps_gathered) == (4, 2, False)
+    assert replace(pipeline, reshard="default").keeps_gathered
 
 
 def test_a_pipeline_that_torchtitan_refuses_is_refused_in_one_line():
