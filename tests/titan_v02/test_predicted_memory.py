@@ -6,6 +6,7 @@ import re
 import tempfile
 import tomllib
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -214,7 +215,14 @@ FACTS = [  # options of a run -> fields of its Setup
     ({"training.dtype": "bfloat16", "optimizer.implementation": "foreach"}, {"param_bytes": 2, "foreach": True}),
     ({"training.mixed_precision_param": "float32"}, {"compute_bytes": 4}),
     ({"magi.overlap_stages": 3}, {"overlap_stages": 3}),
+    ({"parallelism.fsdp_reshard_after_forward": "never"}, {"reshard": "never"}),
+    ({"checkpoint.enable": True, "checkpoint.async_mode": "async"}, {"staged": True}),
 ]  # fmt: skip
+OF_0_3 = "parallelism.enable_sequence_parallel"
+
+
+def value_of(config, option, default):
+    return default if option == OF_0_3 else operator.attrgetter(option)(config)
 
 
 def facts_of(changes):
@@ -237,7 +245,7 @@ def facts_of(changes):
         file.flush()
         with mock.patch.object(utils, "device_type", "cuda"):  # the CPU has no CPU offload
             config = ConfigManager().parse_args(["--job.config_file", file.name])
-        ways = lambda option, _: operator.attrgetter(option)(config), RunFile(file.name).read
+        ways = partial(value_of, config), RunFile(file.name).read
         return [setup_of(read, ANY_MODEL, changes.get("parallelism.data_parallel_shard_degree", 2)) for read in ways]
 
 
@@ -262,8 +270,8 @@ def defaults_of_options():
     config.magi = Magi()
 
     def read(option, default):
-        value = operator.attrgetter(option)(config)
-        if not isinstance(default, type):
+        value = value_of(config, option, default)
+        if option != OF_0_3 and not isinstance(default, type):
             found[option] = default[0] if isinstance(default, tuple) else default, value
         return True if option == "compile.enable" else value
 
@@ -273,6 +281,6 @@ def defaults_of_options():
 
 def test_what_a_file_leaves_out_is_as_torchtitan_has_it():
     found = call(defaults_of_options)
-    assert len(found) == 22
+    assert len(found) == 24
     of_0_3 = {"activation_checkpoint.selective_ac_option": ("op", "2")}  # a file alone is read as by torchtitan 0.3
     assert {option: both for option, both in found.items() if both[0] != both[1]} == of_0_3
