@@ -93,7 +93,9 @@ def _source(name: str) -> str:
     what = f"{gpus} x {device}, torch {found['torch']}" if "torch" in found else device
     command = re.sub(r" --(commit|output|json) \S+", "", found["command"])
     path = f"../../benchmarks/results/{name}.json"
-    return f"- [{name}.json]({path}): {found['date']}, {what}, commit {found['commit'][:7]}, `{command}`"
+    of_rows = (row["commit"] for row in found.get("rows", ()) if "commit" in row)
+    commits = ", ".join(dict.fromkeys(commit[:7] for commit in (found["commit"], *of_rows)))
+    return f"- [{name}.json]({path}): {found['date']}, {what}, commit {commits}, `{command}`"
 
 
 def thousands(tokens: int) -> str:

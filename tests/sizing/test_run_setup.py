@@ -146,6 +146,8 @@ def test_options_that_change_memory_are_read():
 def test_a_pipeline_that_torchtitan_refuses_is_refused_in_one_line():
     with pytest.raises(ValueError, match="pipeline_parallel_degree is 64, but 64 stages get 0 of 34 layers each"):
         setup_of(read_of(pipeline_parallel_degree=64), LLAMA, 1)
+    with pytest.raises(ValueError, match=r"microbatch_size is 16, which does not divide training\.local_batch_size, 8"):
+        layers_read(pipeline_parallel_microbatch_size=16)
     with pytest.raises(ValueError, match="layers_per_stage is 4, which makes 9 stages of 34 layers"):
         layers_read(pipeline_parallel_layers_per_stage=4)
 

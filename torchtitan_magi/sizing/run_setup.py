@@ -261,6 +261,11 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
     batch, copies = read("training.local_batch_size", 8), read("parallelism.data_parallel_replicate_degree", 1)
     pp, cp, tp = (read(f"parallelism.{kind}_parallel_degree", 1) for kind in ("pipeline", "context", "tensor"))
     packs = batch if pp == 1 else read("parallelism.pipeline_parallel_microbatch_size", 1)
+    if batch % packs:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_microbatch_size is {packs}, which does not divide "
+            f"training.local_batch_size, {batch}; use one that does"
+        )
     steps_of_batches = -(-max(read("training.global_batch_size", -1), 1) // (batch * copies * dp_shard))
     rank = read("magi.lora.rank", 0)
     mixed = dp_shard * cp > 1 or tp == 1  # tensor parallelism alone computes in the training dtype

@@ -56,10 +56,12 @@ def decided(setup: Setup, folder: Path, loader: PackLoader | None) -> Setup:
     keeping, of_host = run.setup.keepings, host_memory(run.setup) / GIB
     beside = f", {of_host:.1f} of {host / GIB:.1f} GiB of the host's" if of_host else ""
     again = run.time.parts.get("recomputation", 0.0) / run.time.total
-    if setup.keeping and host_memory(run.setup) + states_on_host(setup) > (most := min(available) // most_ranks):
+    taken, most = host_memory(run.setup) + states_on_host(setup), min(available) // most_ranks
+    if setup.keeping and taken > most:
         raise ValueError(
-            f"magi.keep is {quoted(as_option(keeping))}, for which each GPU's process takes {of_host:.1f} GiB of the "
-            f"host's memory, where {most / GIB:.1f} are available to it; offload fewer layers, or leave magi.keep out"
+            f"magi.keep is {quoted(as_option(keeping))}, with which each GPU's process takes {taken / GIB:.1f} GiB of "
+            f"the host's memory ({of_host:.1f} of layers), where {most / GIB:.1f} are available to it; offload fewer "
+            "layers, or leave magi.keep out"
         )
     logger.info(
         f"Activation checkpointing: {in_words(keeping)}; {run.memory.total / GIB:.1f} of {capacity / GIB:.1f} GiB"
