@@ -29,6 +29,7 @@
 
 constexpr int kRows = 64;
 constexpr int kKeys = 128;  // of a tile
+constexpr int kConsumers = 256, kThreads = 128 + kConsumers;
 constexpr int kTokens = kRows / PACK;
 #ifdef ONLY_VALUES
 constexpr bool kKeyGrads = false;  // dK and dQ

@@ -1,8 +1,8 @@
 // FFA forward: out = softmax(scale * Q K^T, over the keys of the mask) V, and its log-sum-exp.
 //
-// A work item is one tile of 128 query rows (128 / PACK tokens x PACK heads) of one KV head, with the blocks of 128
-// keys that its rows see. Warpgroup 0 is the producer: it walks the lists and starts the copies. Warpgroups 1 and 2 own
-// 64 rows each:
+// A work item is one tile of 128 or 192 query rows (kRows / PACK tokens x PACK heads) of one KV head, with the blocks
+// of 128 keys that its rows see. Warpgroup 0 is the producer: it walks the lists and starts the copies. The others, two
+// or three, own 64 rows each:
 //
 //   S(n+1) = Q K(n+1)^T        both issued at once, asynchronous
 //   O     += P(n) V(n)
@@ -24,7 +24,9 @@
 // tile does.
 #include "ffa_layout.cuh"
 
-constexpr int kRows = 128;
+// 64 columns leave registers for a third warpgroup, which works while the others wait in their softmax.
+constexpr int kRows = HEAD_DIM == 64 ? 192 : 128;
+constexpr int kConsumers = 2 * kRows, kThreads = 128 + kConsumers;
 constexpr int kTokens = kRows / PACK;
 #ifdef MORE
 constexpr bool kMore = true;
@@ -61,7 +63,7 @@ constexpr float kGreatest = 80;              // so that 2^20 probabilities, time
 constexpr bool kHalves = kBlockKeys == 128;  // a block of few keys may be computed as one of 64
 
 // ---------------------------------------------------------------------------------------------- shared memory
-constexpr u32 kPanelBytes = 128 * 128;                                                  // 128 rows x 64 columns
+constexpr u32 kPanelBytes = kRows * 128;                                                // rows x 64 columns
 constexpr u32 kTileBytes = kPanels * kPanelBytes;                                       // Q tile
 constexpr u32 kKeyPanel = kBlockKeys * 128;                                             // a block of keys x 64 columns
 constexpr u32 kKeyBytes = kPanels * kKeyPanel, kValueBytes = kValuePanels * kKeyPanel;  // K block, V block
@@ -121,6 +123,14 @@ DEVICE void scores(float (&s_rmem)[N], u32 q, u32 k) {
   }
 }
 
+// ptxas moves capped scores to other registers. Three warpgroups have none left: there each stays in its own.
+template <int N>
+DEVICE void cap(float (&s_rmem)[N], float scale) {
+  if constexpr (kRows == 128) return cap_scores(s_rmem, scale);
+#pragma unroll
+  for (int j = 0; j < N; j++) asm("mul.f32 %0, %0, %1; tanh.approx.f32 %0, %0;" : "+f"(s_rmem[j]) : "f"(scale));
+}
+
 // O[64, VALUE_DIM] += P V.
 DEVICE void weighted_values(float (&o_rmem)[VALUE_DIM / 2], const u32 (&p_rmem)[kBlockKeys / 4], u32 v) {
 #pragma unroll
@@ -150,10 +160,14 @@ DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (
 // the range is at stake. `has_unseen`: some row of the warp has no offset yet. Returns whether any row of the warp was
 // raised; then O must be scaled by `rescale`. A row does not depend on the others.
 template <int N>
-DEVICE float greatest(const float (&s_rmem)[N], int r) {  // of row r
+DEVICE float greatest(const float (&s_rmem)[N], int r) {  // of the thread's columns of row r
   float top = kMasked;
 #pragma unroll
   for (int j = 2 * r; j < N; j += 4) top = fmaxf(top, fmaxf(s_rmem[j], s_rmem[j + 1]));
+  return top;
+}
+
+DEVICE float greatest_of_row(float top) {
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
   return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
 }
@@ -175,19 +189,20 @@ DEVICE void exponentiate(float (&s_rmem)[N], const float (&offset)[2], float (&r
   }
 }
 
-#if HEAD_DIM == 64  // the softmax, not the products, takes the time: nothing may wait for all exponents
+// The softmax, not the products, takes the time: nothing may wait for all exponents, nor, unless a row is raised, for
+// the columns of other threads.
+#if HEAD_DIM == 64
 template <int N>
 DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2,
                     bool&) {
-  const float top[2] = {greatest(s_rmem, 0), greatest(s_rmem, 1)};
-  bool raise[2];
-#pragma unroll
-  for (int r = 0; r < 2; r++) raise[r] = top[r] != kMasked && top[r] * scale_log2 - offset[r] > kHeadroom;
-  const bool raised = __any_sync(~0u, raise[0] || raise[1]);
+  float top[2] = {greatest(s_rmem, 0), greatest(s_rmem, 1)};
+  auto exceeds = [&](int r) { return top[r] != kMasked && top[r] * scale_log2 - offset[r] > kHeadroom; };
+  const bool raised = __any_sync(~0u, exceeds(0) || exceeds(1));
   if (raised) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float next = raise[r] ? top[r] * scale_log2 : offset[r];
+      top[r] = greatest_of_row(top[r]);
+      const float next = exceeds(r) ? top[r] * scale_log2 : offset[r];
       rescale[r] = exp2_fast(offset[r] - next);
       offset[r] = next;
       row_sum[r] *= rescale[r];
@@ -204,7 +219,7 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
     bool unseen = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float top = greatest(s_rmem, r);
+      const float top = greatest_of_row(greatest(s_rmem, r));
       if (offset[r] == kMasked && top != kMasked) {
         offset[r] = top * scale_log2;
         // whole: a row's only key has a power of 2
@@ -358,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ffa_forward(
   wait_for_kernel_before();
 
   if (warpgroup == 0) {  // -------------------------------------------------------------------- producer
-    registers_release<56>();
+    registers_release<kRows == 192 ? 32 : 56>();
     if (!kWide && threadIdx.x == 32) {  // the warp that writes rows
       const u32 rows = smem_address(smem.rows);
       for (u32 phase = 0;; phase ^= 1) {
@@ -484,7 +499,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ffa_forward(
     finish_items(params.counter);
 
   } else {  // ----------------------------------------------------------------------------------- consumers
-    registers_acquire<224>();
+    registers_acquire<kRows == 192 ? 160 : 224>();
     const int lane = threadIdx.x % 32;
     const int row0 = (warp - 4) * 16 + lane / 4;  // this thread's rows: row0 and row0 + 8
     const u32 q = operand(smem_address(smem.q) + (warpgroup - 1) * 64 * 128);
@@ -565,7 +580,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ffa_forward(
           wgmma_wait<0>();
           mbarrier_arrive_warp(k_empty + 8 * ring.stage);
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
-          if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
+          if (kSoftcap) cap(s_rmem, params.cap_scale);
           mask_scores(s_rmem, block.x, block.w, band, lane);
           softmax(s_rmem, offset, row_sum, rescale, params.scale_log2, has_unseen);
         };
@@ -599,7 +614,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ffa_forward(
           wgmma_wait<1>();
           mbarrier_arrive_warp(k_empty + 8 * ring.stage);
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
-          if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
+          if (kSoftcap) cap(s_rmem, params.cap_scale);
           if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, block.w, band, lane);
           const bool raised = softmax(s_rmem, offset, row_sum, rescale, params.scale_log2, has_unseen);
           wgmma_wait<0>();

@@ -34,8 +34,6 @@ constexpr bool kDeterministic = false;
 #define ELEMENT_IS_FP16 0
 #endif
 
-constexpr int kThreads = 384;                 // one producer and two consumer warpgroups
-constexpr int kConsumers = 256;               // threads of the two consumer warpgroups
 constexpr bool kWide = HEAD_DIM > 128;        // rows leave from registers: shared memory has no room for them
 constexpr int kPanels = HEAD_DIM / 64;        // 64-column, 128-byte-row panels of a [rows][HEAD_DIM] operand
 constexpr int kValuePanels = VALUE_DIM / 64;  // and of a [rows][VALUE_DIM] one

@@ -5,13 +5,12 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-ROWS = 128  # rows of a forward tile: query tokens x the heads that share it
 BACKWARD_ROWS = 64  # rows of a backward query block
 KEYS = 128  # keys of a block (forward) or of a tile (backward)
 NUM_SMS = 132  # SMs of an H200; only heuristics use it
 MAX_CUT = NUM_SMS // 2  # forward tiles, times groups of heads, that are cut into chunks, at most
 WHOLE_TILES_PER_SM = 4  # so many backward tiles keep the SMs busy without cuts where no query heads share a K/V head
-ITEM_COST = 1.2  # prologue and epilogue of a work item, in 128 x 128 blocks
+ITEM_COST = 1.2  # prologue and epilogue of a work item, in blocks
 
 
 def is_wide(head_dim: int, value_dim: int) -> bool:
@@ -19,8 +18,13 @@ def is_wide(head_dim: int, value_dim: int) -> bool:
     return head_dim > 128 or head_dim != value_dim
 
 
+def forward_rows(head_dim: int, value_dim: int) -> int:
+    """Rows of a forward tile: query tokens x the heads that share it."""
+    return 192 if head_dim <= 64 and not is_wide(head_dim, value_dim) else 128
+
+
 def tile_cost(num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Run time of work items by their number of blocks, in units of one 128 x 128 block; no blocks, no cost."""
+    """Run time of work items by their number of blocks, in units of one block; no blocks, no cost."""
     return np.where(num_blocks > 0, num_blocks + ITEM_COST, 0.0)
 
 

@@ -134,7 +134,7 @@ def test_dq_that_is_stored_where_it_begins_is_that_added_to_zeros(
 
 def test_what_the_kernel_does_not_take_is_an_error() -> None:
     attn = FfaBlockAttn("cuda")
-    mask = on_gpu(attn.prepare(StageMask(varlen_causal([0, 16]), 16, 16, 4, 4)))
+    mask = on_gpu(attn.prepare(StageMask(varlen_causal([0, 16]), 16, 16, 4, 4, head_dim=64)))
 
     def call(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, tokens: int = 16, scale: float = 0.1) -> None:
         q, k, v = (torch.randn(tokens, 4, head_dim, device="cuda").to(dtype) for _ in range(3))

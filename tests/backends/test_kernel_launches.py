@@ -237,11 +237,13 @@ def test_wide_heads_have_rows_of_their_own_widths(value_dim, launches, recorder)
     assert len({each.params.counter for each in launched}) == launches
 
 
-def test_lists_of_narrow_heads_do_not_serve_wide_ones(recorder):
-    lists = build_worklists(StageMask(varlen_causal([0, TOKENS]), TOKENS, TOKENS, 1, 1), chunks_per_tile=2)
-    mask = lists.to(torch.from_numpy(lists.words))
-    with pytest.raises(ValueError, match="head_dim 256 but the work lists are for narrower heads"):
-        ATTN.forward(StageInputs(*torch.randn(3, TOKENS, 1, 256).bfloat16(), mask, SCALE))
+@pytest.mark.parametrize(("listed", "called"), [(128, 256), (64, 128), (128, 64)])
+def test_lists_of_some_heads_do_not_serve_others(listed, called, recorder):
+    mask = StageMask(varlen_causal([0, TOKENS]), TOKENS, TOKENS, 1, 1, head_dim=listed)
+    lists = build_worklists(mask, chunks_per_tile=2)
+    inputs = *torch.randn(3, TOKENS, 1, called).bfloat16(), lists.to(torch.from_numpy(lists.words))
+    with pytest.raises(ValueError, match=f"head_dim {called} and v {called} but the work lists are for other heads"):
+        ATTN.forward(StageInputs(*inputs, SCALE))
 
 
 def test_late_keys_have_maps_and_a_flag(recorder):

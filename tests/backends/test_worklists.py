@@ -67,7 +67,7 @@ def bands_of(lists: WorkLists) -> np.ndarray:
 def walk_forward(lists: WorkLists) -> np.ndarray:
     s, bands, sizes = lists.sizes, bands_of(lists), lists.sizes.forward
     seen = np.zeros((s.num_q, s.num_k + KEYS), int)
-    tokens, items = 128 // sizes.heads_per_tile, forward_items(lists)
+    tokens, items = sizes.rows // sizes.heads_per_tile, forward_items(lists)
     chunks = items[items[:, Field.CHUNK] > 0]  # of each tile that is cut, numbered one after another
     chunks = chunks[np.argsort(chunks[:, Field.CHUNK])]
     assert (chunks[:, Field.CHUNK] == np.arange(sizes.num_chunks) + 1).all()
@@ -143,9 +143,11 @@ def tiles_of_query_blocks(lists: WorkLists) -> np.ndarray:
 
 
 def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], **overrides: int | None):
-    """The lists of both backwards, which are walked, and the mask."""
+    """The lists of both backwards, and of forward tiles of 128 and 192 rows, which are walked, and the mask."""
     want = dense_mask(slices.table, num_q, num_k)
-    both = [lists_of(slices, num_q, num_k, *heads, deterministic=on, **overrides) for on in (False, True)]
+    shape = slices, num_q, num_k, *heads
+    both = [lists_of(*shape, deterministic=dim == 64, head_dim=dim, **overrides) for dim in (128, 64)]
+    assert [lists.sizes.forward.rows for lists in both] == [128, 192]
     for lists in both:
         np.testing.assert_array_equal(walk_forward(lists), want)
         np.testing.assert_array_equal(walk_backward(lists), want)
@@ -158,7 +160,7 @@ def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], **
 @settings(max_examples=60, deadline=None)
 @given(
     masks(),
-    st.sampled_from([(8, 8, 1), (8, 1, 8), (7, 1, 7), (5, 1, 1), (16, 1, 4)]),
+    st.sampled_from([(8, 8, 1), (8, 1, 8), (7, 1, 7), (5, 1, 1), (12, 2, 3), (16, 1, 4)]),
     st.sampled_from([None, 1, 3, 20]),
     st.sampled_from([None, 2, 3]),
 )
@@ -328,7 +330,8 @@ def test_all_heads_have_work_until_late_keys_are_there(head_dim: int, cost: Cost
     lists = lists_of(slices, *shape, 64, 8, **timing)
     items = forward_items(lists)[: lists.sizes.forward.num_early]
     blocks = -(-(items[:, Field.END] - items[:, Field.FIRST]) // KEYS)
-    block_seconds = 64 * 16 * KEYS * (cost.forward.pair + head_dim * cost.forward.pair_dim)  # 8 heads share a tile
+    tokens = {64: 24, 128: 16}[head_dim]  # of a tile, which 8 heads share
+    block_seconds = 64 * tokens * KEYS * (cost.forward.pair + head_dim * cost.forward.pair_dim)
     assert seconds <= blocks.sum() * block_seconds < seconds + blocks.max() * block_seconds
 
     lists = lists_of(slices, *shape, 8, 8, **timing)  # fewer query heads: little else to do

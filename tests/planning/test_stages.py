@@ -68,7 +68,7 @@ def test_the_work_is_what_the_dense_mask_says(total_and_slices, cp_size):
 
 def test_without_other_costs_a_layer_takes_as_long_as_its_heaviest_rank_has_pairs():
     plan = documents(4, 512, heads=Heads(128, 8, 1))
-    assert plan.heads.tile_rows == 8
+    assert plan.heads.tile_rows == 12
     pairs = plan.work.local_pairs + plan.work.remote_pairs
     assert plan.areas.max() <= pairs.max() <= 1.1 * plan.areas.max()
     for spans in CANDIDATES:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torchtitan_magi.files import read_text
 from torchtitan_magi.machine import lack
 from torchtitan_magi.masks.slices import is_integer
-from torchtitan_magi.tiles import ROWS, forward_heads_per_tile, is_wide
+from torchtitan_magi.tiles import forward_heads_per_tile, forward_rows, is_wide
 from torchtitan_magi.wording import one_line, quoted, shown
 
 FloatArray = npt.NDArray[np.float64]
@@ -76,7 +76,7 @@ class Heads:
     @property
     def tile_rows(self) -> int:
         """Query tokens per tile of the kernel's forward."""
-        return ROWS // forward_heads_per_tile(self.num_heads_q // self.num_heads_kv)
+        return forward_rows(*self.dims) // forward_heads_per_tile(self.num_heads_q // self.num_heads_kv)
 
     def tile_filling(self, rows: npt.NDArray[Any]) -> FloatArray:
         """Pairs that tiles over a stretch of so many rows compute, over pairs of the mask; the mean of all offsets."""
@@ -207,7 +207,8 @@ def _figures(costs: dict[str, Any]) -> list[float]:
 
 
 # Kernel: `calibrate --fit` with single calls of the kernel of commit 16ed43a, which they predicted
-# to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward. The forward is 2 to 4% faster since.
+# to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward. The forward is 2 to 4% faster since,
+# with head_dim 64 it takes another 0.87 to 0.905 of the time, in tiles of 192 rows.
 # The factors of wide heads: dense rows of calibration_wide_h200.json, within 10%.
 # The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
 # showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` is not

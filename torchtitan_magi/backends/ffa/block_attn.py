@@ -17,7 +17,7 @@ from torchtitan_magi.backends.ffa.worklists import DeviceLists, ListSizes, WorkL
 from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask, check_scale, check_softcap
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, keys_and_values
-from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS, is_wide
+from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, forward_rows, is_wide
 
 
 class FfaBlockAttn:
@@ -120,7 +120,7 @@ class FfaBlockAttn:
             maps.append(params.earlier)
         if s.forward.num_chunks:
             _, value_dim = ffa.padded_dims(q.shape[2], v.shape[2])
-            words = s.forward.num_chunks, params.schedule.num_heads, ROWS, value_dim + 8
+            words = s.forward.num_chunks, params.schedule.num_heads, s.forward.rows, value_dim + 8
             parts = out.new_empty(words, dtype=torch.float32)
             params.parts = parts.data_ptr()
         prepared(*maps)
@@ -132,9 +132,10 @@ class FfaBlockAttn:
         q, k, v, mask, _, late, softcap, sinks = inputs
         s, f, dims = mask.sizes, mask.sizes.forward, ffa.padded_dims(q.shape[2], v.shape[2])
         assert f.heads_per_tile  # else the lists were made for the backward only
-        if is_wide(*dims) and f.num_chunks:
+        if f.rows != forward_rows(*dims) or (is_wide(*dims) and f.num_chunks):
             raise ValueError(
-                f"q has head_dim {q.shape[2]} but the work lists are for narrower heads; plan with heads=Heads(..)"
+                f"q has head_dim {q.shape[2]} and v {v.shape[2]} but the work lists are for other heads; "
+                "plan with heads=Heads(..)"
             )
         variant = ffa.forward_variant(
             dims, f.heads_per_tile, q.dtype, earlier is not None, more,
@@ -155,7 +156,7 @@ class FfaBlockAttn:
             late=ffa.LateKeys(None, 0, FAR if late is None else k.shape[0]),
             value_dim=v.shape[2],
         )
-        box = f.heads_per_tile, ROWS // f.heads_per_tile
+        box = f.heads_per_tile, f.rows // f.heads_per_tile
         out_shape = *q.shape[:2], v.shape[2]
         if s.num_k == 0:
             k = v = q  # something to point at, which is never read
@@ -163,7 +164,7 @@ class FfaBlockAttn:
         maps.append(_contiguous_layout(out_shape, torch.float32 if more else q.dtype, *box))
         if earlier is not None:
             maps.append(_contiguous_layout(out_shape, torch.float32, *box))
-        kernel = launch.load("ffa_forward.cu", "ffa_forward", variant, ffa.THREADS)
+        kernel = launch.load("ffa_forward.cu", "ffa_forward", variant, ffa.forward_threads(dims))
         blocks = min(params.schedule.num_items, launch.num_sms(q.device.index))
         return launch.Launch(kernel, q.device.index, blocks, maps, params)
 
@@ -287,7 +288,9 @@ class FfaBlockAttn:
         else:
             maps += [of_dq] * 2  # unused
         device = q.device.index
-        kernels = [launch.load("ffa_backward.cu", "ffa_backward", variant, ffa.THREADS) for variant in variants]
+        kernels = [
+            launch.load("ffa_backward.cu", "ffa_backward", variant, ffa.BACKWARD_THREADS) for variant in variants
+        ]
         blocks = min(params.schedule.num_items, launch.num_sms(device))
         return tuple(
             launch.Launch(kernel, device, blocks, maps, ffa.BackwardParams.from_buffer_copy(params))

@@ -1,6 +1,6 @@
 """Work lists of the forward: which key blocks each q-tile sees, and in which order the GPU takes the tiles.
 
-A q-tile is ROWS // heads_per_tile query tokens, a key block KEYS keys from a segment's first key on. Tiles that would
+A q-tile is rows // heads_per_tile query tokens, a key block KEYS keys from a segment's first key on. Tiles that would
 keep some SMs busy when the others are done are cut into chunks of their key blocks; the kernel joins the results.
 """
 
@@ -13,10 +13,18 @@ from torchtitan_magi.backends.ffa.records import L2_SIZE, Field, Words, as_items
 from torchtitan_magi.backends.ffa.segments import SegmentRuns, starts_of
 from torchtitan_magi.backends.interface import StageMask
 from torchtitan_magi.masks.geometry import Int32Array, Int64Array
-from torchtitan_magi.tiles import KEYS, MAX_CUT, NUM_SMS, ROWS, forward_heads_per_tile, largest_divisor, tile_cost
+from torchtitan_magi.tiles import (
+    KEYS,
+    MAX_CUT,
+    NUM_SMS,
+    forward_heads_per_tile,
+    forward_rows,
+    largest_divisor,
+    tile_cost,
+)
 
 KEY_BYTES = 512  # at least: k and v of one token and one head, 128 columns
-# What it costs to cut a tile, in 128 x 128 blocks. Fitted to kernel times of packs of equal documents on an H200.
+# What it costs to cut a tile, in blocks. Fitted to kernel times of packs of equal documents on an H200.
 CHUNK_COST = 6.0  # a chunk leaves its fp32 rows in memory
 JOIN_COST = 1.0  # per chunk that the last one of the tile adds up
 WORTH_CUTTING = 0.01  # part of the forward's time that cutting must save; tiles that fill smaller gaps are short
@@ -27,14 +35,15 @@ CHUNK_MEMORY = 0.009  # fp32 rows that chunks may leave, per row of q, out, k an
 class ForwardSizes:
     """Where the forward's lists lie in the packed words (`items`, `segments`), and what the launch needs to know."""
 
-    heads_per_tile: int = 0  # 0: these lists were not made
+    rows: int = 0  # of a tile; 0: these lists were not made
+    heads_per_tile: int = 0
     heads_per_wave: int = 0  # groups of heads_per_tile heads that are worked on at a time
     num_items: int = 0  # q-tiles, a tile that is cut counted by its chunks
     num_items_with_work: int = 0
     num_early: int = 0  # first items, done by all heads before any of the others
     num_chunks: int = 0  # items that are chunks of a tile
     chunks_per_tile: int = 0
-    num_blocks: int = 0  # ROWS x KEYS blocks computed per group of heads
+    num_blocks: int = 0  # rows x KEYS blocks computed per group of heads
     awaits: bool = False  # some item has late keys
     items: int = 0
     segments: int = 0
@@ -47,16 +56,16 @@ def forward_lists(mask: StageMask, runs: SegmentRuns, words: Words, chunks_per_t
         runs: segments of the q-tiles.
         chunks_per_tile: cuts each tile that has as many blocks, up to MAX_CUT; None: those that are worth it.
     """
-    heads = forward_heads_per_tile(mask.group)
-    num_tiles, num_groups = -(-mask.num_q // (ROWS // heads)), mask.num_heads_q // heads
+    rows, heads = forward_rows(mask.head_dim, mask.value_dim), forward_heads_per_tile(mask.group)
+    num_tiles, num_groups = -(-mask.num_q // (rows // heads)), mask.num_heads_q // heads
     tile, records, num_blocks = forward_records(runs, num_tiles)
     if mask.heads.is_wide:  # whose registers the kernel does not join
         cut, num_chunks = np.zeros(0, np.int64), 0
     elif chunks_per_tile:
         cut, num_chunks = (num_blocks >= chunks_per_tile).nonzero()[0][: MAX_CUT // num_groups], chunks_per_tile
     else:
-        rows = mask.num_q * mask.num_heads_q + mask.num_k * mask.num_heads_kv  # 16 bits, twice: q, out and k, v
-        cut, num_chunks = tiles_to_cut(num_blocks, num_groups, int(CHUNK_MEMORY * rows / ROWS))
+        kept = mask.num_q * mask.num_heads_q + mask.num_k * mask.num_heads_kv  # 16 bits, twice: q, out and k, v
+        cut, num_chunks = tiles_to_cut(num_blocks, num_groups, int(CHUNK_MEMORY * kept / rows))
     tile_of_item, item = np.arange(num_tiles), tile
     if num_chunks:
         tile_of_item, item, records, num_blocks = cut_tiles(tile, records, num_blocks, cut, num_chunks)
@@ -68,12 +77,13 @@ def forward_lists(mask: StageMask, runs: SegmentRuns, words: Words, chunks_per_t
     if mask.num_own < mask.num_k:
         waits[item[records[:, Field.END] > mask.num_own]] = True
     if waits.any():
-        enough = mask.blocks_until_late(mask.cost.forward, ROWS, heads)
+        enough = mask.blocks_until_late(mask.cost.forward, rows, heads)
         order, num_early = early_first(order, num_blocks, waits, enough)
     key_bytes = max(KEY_BYTES, 2 * (mask.head_dim + mask.value_dim))
     kv_heads_in_l2 = L2_SIZE // (key_bytes * max(1, mask.num_k))
     return ForwardSizes(
-        heads_per_tile=heads, heads_per_wave=largest_divisor(num_groups, kv_heads_in_l2 * (mask.group // heads)),
+        rows=rows, heads_per_tile=heads,
+        heads_per_wave=largest_divisor(num_groups, kv_heads_in_l2 * (mask.group // heads)),
         num_items=len(items), num_items_with_work=int(np.count_nonzero(num_blocks)), num_early=num_early,
         num_chunks=len(cut) * num_chunks, chunks_per_tile=num_chunks, num_blocks=int(num_blocks.sum()),
         awaits=bool(waits.any()), items=words.add(items, order), segments=words.add(further),

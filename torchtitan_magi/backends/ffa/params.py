@@ -7,9 +7,9 @@ import torch
 
 from torchtitan_magi.cuda import launch
 from torchtitan_magi.cuda.launch import Variant
-from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, MAX_CUT, ROWS, is_wide
+from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, MAX_CUT, forward_rows, is_wide
 
-THREADS = 384  # threads per block of the forward and of the backward
+BACKWARD_THREADS = 384  # threads per block
 MAX_COUNT = (1 << 31) - 256  # int32, with room for the threads of one block beyond the end
 
 assert 2 + MAX_CUT <= launch.COUNTER_WORDS  # first_item in kernels/ffa_layout.cuh; a word for each tile that is cut
@@ -125,6 +125,11 @@ def forward_keys(dims: tuple[int, int]) -> int:
     return {192: 112, 256: 80}.get(dims[1], KEYS)
 
 
+def forward_threads(dims: tuple[int, int]) -> int:
+    """Threads per block of the forward: two for each row, and the producer's."""
+    return 2 * forward_rows(*dims) + 128
+
+
 def forward_variant(
     dims: tuple[int, int],
     heads_per_tile: int,
@@ -141,10 +146,10 @@ def forward_variant(
         dims: one of DIMS.
         softcap: 0 for none.
     """
-    head_dim, value_dim = dims
+    (head_dim, value_dim), tile_rows = dims, forward_rows(*dims)
     buffers = 4 if head_dim == 64 else 2  # of K, and as many of V
-    queries, keys = ROWS * head_dim * 2, buffers * forward_keys(dims) * (head_dim + value_dim) * 2
-    rows = 0 if is_wide(*dims) else (1 + (earlier or more)) * ROWS * value_dim * 2
+    queries, keys = tile_rows * head_dim * 2, buffers * forward_keys(dims) * (head_dim + value_dim) * 2
+    rows = 0 if is_wide(*dims) else (1 + (earlier or more)) * tile_rows * value_dim * 2
     # Between softcaps of this size probabilities fit bf16's range of exponents, so that none needs to be looked at.
     is_bounded = 0 < softcap * LOG2_E <= BOUND and dtype == torch.bfloat16 and head_dim > 64
     switches = {"EARLIER": earlier, "MORE": more, "SOFTCAP": bool(softcap), "BOUNDED": is_bounded, "SINKS": sinks}

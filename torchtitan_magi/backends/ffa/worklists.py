@@ -26,7 +26,7 @@ from torchtitan_magi.backends.ffa.row_kernels import write_bands
 from torchtitan_magi.backends.ffa.segments import FAR, tile_segments
 from torchtitan_magi.backends.interface import StageMask
 from torchtitan_magi.masks.geometry import Int32Array
-from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS, forward_heads_per_tile
+from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class WorkLists:
         s = self.sizes
         aligned = device_words.data_ptr() % 16 == 0 and device_words.is_contiguous()
         words = device_words if aligned else device_words.clone()
-        bands = words.new_empty(s.num_bands + ROWS + 2, 2)  # the forward copies those of a whole tile, in pairs
+        bands = words.new_empty(s.num_bands + s.forward.rows + 2, 2)  # the forward copies a whole tile's, in pairs
         write_bands(words[s.slices :][: 5 * s.num_slices].view(-1, 5), bands[: s.num_bands])
         return DeviceLists(words, bands, s)
 
@@ -124,7 +124,7 @@ def build_worklists(
     words = Words()
     in_words = words.add(by_layer)
     backward_heads_per_tile = backward_heads_per_tile or choose_heads_per_tile(mask.group)
-    tokens = [ROWS // forward_heads_per_tile(mask.group)] * mask.forward
+    tokens = [mask.heads.tile_rows] * mask.forward
     tokens += [BACKWARD_ROWS // backward_heads_per_tile] * mask.backward
     runs = iter(tile_segments(mask.rows, mask.layer, num_q, tokens, mask.num_own) if tokens else ())
     of_forward = forward_lists(mask, next(runs), words, chunks_per_tile) if mask.forward else ForwardSizes()
