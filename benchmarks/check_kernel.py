@@ -23,7 +23,7 @@ from figures import recording_parser, result, save, sources
 from torch import Tensor
 
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
-from torchtitan_magi.backends.ffa.params import backward_variants, forward_variant, padded_dims
+from torchtitan_magi.backends.ffa.params import backward_variants, forward_variant, has_wide_values, padded_dims
 from torchtitan_magi.backends.ffa.worklists import DeviceLists, WorkLists, build_worklists
 from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.calibrate import facts_of_run
@@ -278,7 +278,8 @@ def variants_of(case: Case) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
             )
         )
         shape = dims, sizes.backward.heads_per_tile, case.dtype
-        variants = backward_variants(*shape, case.deterministic, softcap=softcap)
+        begins = case.deterministic and sizes.backward.begins_queries and not has_wide_values(dims)
+        variants = backward_variants(*shape, case.deterministic, begins, softcap=softcap)
         found |= {("ffa_backward.cu", variant) for variant in variants}
     return found
 

@@ -19,7 +19,8 @@
 // others add. Where many do, they would wait for each other at every block, as they come at the same time.
 //
 // DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending
-// order; and what the parts of a tile add to dK and dV by a counter per tile and head.
+// order; and what the parts of a tile add to dK and dV by a counter per tile and head. With BEGINS the first tile stores
+// its dQ.
 //
 // Wide heads (kWide): with 192 columns of Q and K and 128 of V, registers hold dK, dV and one thing at a time (kTight).
 // With wider values they do not hold both, and two launches share the work: ONLY_VALUES computes dV, NO_VALUES dK and
@@ -31,6 +32,11 @@ constexpr int kRows = 64;
 constexpr int kKeys = 128;  // of a tile
 constexpr int kConsumers = 256, kThreads = 128 + kConsumers;
 constexpr int kTokens = kRows / PACK;
+#ifdef BEGINS
+constexpr bool kBegins = true;
+#else
+constexpr bool kBegins = false;
+#endif
 #ifdef ONLY_VALUES
 constexpr bool kKeyGrads = false;  // dK and dQ
 #else
@@ -408,6 +414,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                      ? params.semaphores + word
                      : params.part_semaphores + ((piece.y >> kLowBits) * params.schedule.num_heads + head) * 2 + w;
           const int wanted = of_queries ? piece.w : piece.w >> kLowBits;
+          begins = kBegins && of_queries && wanted == 0;
           if (load_acquire(turn) != wanted) {
             settle();  // others may need it before this turn comes
             while (load_acquire(turn) != wanted) {}

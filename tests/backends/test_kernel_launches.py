@@ -183,6 +183,24 @@ def test_gradients_go_where_the_caller_wants_them(recorder, mask):
                 assert (params.dk_token_stride, params.dv_token_stride) == (dk.stride(0), dv.stride(0))
 
 
+def test_deterministic_turns_are_zeroed_as_marks_and_the_first_stores(recorder, monkeypatch):
+    monkeypatch.setattr(ATTN, "deterministic", True)
+    q, k, v, dout = tensors(HEADS_Q, HEADS, HEADS, HEADS_Q)
+    lse, delta = torch.zeros(2, TOKENS, HEADS_Q)
+    dq, dkv = torch.zeros(TOKENS, HEADS_Q, DIM), torch.zeros(TOKENS, ROW)
+    for whole in (True, False):  # else some queries see nothing, and dq starts from zeros
+        mask = mask_of(0, 100, TOKENS) if whole else mask_of(0, 100)
+        marks = ATTN.marks(mask, k, v)
+        ATTN.backward(StageInputs(q, k, v, mask, SCALE), OutGrads(dout, lse, delta), Gradients(dq, dkv, marks=marks))
+        params, b = recorder.launches[-1].params, mask.sizes.backward
+        of_queries = 2 * b.num_q_blocks * HEADS_Q // b.heads_per_tile
+        assert params.part_semaphores == params.semaphores + 4 * of_queries
+        assert params.marks == (params.semaphores if whole else None)
+        if whole:
+            assert params.marks == marks.data_ptr()
+            assert len(marks) >= of_queries + 2 * b.num_k_tiles * HEADS
+
+
 def test_sinks_softcap_and_the_gradient_of_lse_reach_the_kernels(recorder, mask):
     q, k, v, dout = tensors(HEADS_Q, HEADS, HEADS, HEADS_Q)
     sinks = torch.randn(HEADS_Q)

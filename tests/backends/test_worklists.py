@@ -152,8 +152,9 @@ def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], **
         np.testing.assert_array_equal(walk_forward(lists), want)
         np.testing.assert_array_equal(walk_backward(lists), want)
         sizes, tiles = lists.sizes.backward, tiles_of_query_blocks(lists)
-        few = bool(tiles.sum() <= backward_lists.FEW_TILES * len(tiles) and tiles.all())
-        assert sizes.begins_queries == (few and not sizes.deterministic)  # else a block's dq would never be written
+        few = backward_lists.FEW_IN_ORDER if sizes.deterministic else backward_lists.FEW_TILES
+        # Without any tile a block's dq would never be written.
+        assert sizes.begins_queries == bool(tiles.all() and tiles.sum() <= few * len(tiles))
     return both, want
 
 

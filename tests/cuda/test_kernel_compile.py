@@ -57,6 +57,9 @@ def variants() -> Iterator[tuple[str, launch.Variant]]:
             for group in BACKWARD_GROUPS if hardest and not deterministic else groups:
                 for variant in ffa.backward_variants(dims, group, dtype, deterministic):
                     yield "ffa_backward.cu", variant
+    for dims in [dims for dims in ffa.DIMS if not ffa.has_wide_values(dims)]:
+        for variant in ffa.backward_variants(dims, SOME_GROUPS[-1], bf16, True, begins=True):
+            yield "ffa_backward.cu", variant
     for dims in ffa.DIMS:
         wide = is_wide(*dims)
         for stages in on_or_off if wide else ((False, False), (True, False)):

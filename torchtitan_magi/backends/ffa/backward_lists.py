@@ -27,8 +27,9 @@ SHARED, STEPS, TILES_PER_SM = 4, 16, 3
 TAIL = 0.5  # what is kept for the end, in chunks per SM: enough to even out when SMs end, little as it works from HBM
 TAIL_CHUNKS = 4  # chunks at the end that take as long as one of the usual size
 # Where more k-tiles see a query block, or heads are narrower, tiles wait for each other longer than zeroing dq takes
-# (whole backward on an H200: 1.39x with one tile, 1.1x with 2.5, 1.0x with 3.5, 0.88x with 8.5).
-FEW_TILES, WIDER_THAN = 3.5, 64
+# (whole backward on an H200: 1.39x with one tile, 1.1x with 2.5, 1.0x with 3.5, 0.88x with 8.5). In deterministic mode
+# they wait for their turns anyway (1.05x with 9, 1.04x with 15, 0.99x with 24).
+FEW_TILES, WIDER_THAN, FEW_IN_ORDER = 3.5, 64, 16
 # Deterministic mode: what heads in step work on stays in L2 (causal 16k 0.76 -> 0.95 of the speed of the usual mode).
 HEADS_IN_STEP = 4
 BLOCKS_IN_STEP = 128  # query blocks of a chunk; half as many with more heads in step
@@ -70,8 +71,8 @@ def backward_lists(
     num_q_blocks = -(-mask.num_q // (BACKWARD_ROWS // heads_per_tile))
     tile, records = transpose_segments(runs, starts)
     num_blocks = query_blocks(tile, records, num_tiles)
-    has_few_tiles = num_blocks.sum() <= FEW_TILES * num_q_blocks and mask.head_dim > WIDER_THAN
-    begins_queries = not deterministic and has_few_tiles and covers(runs, num_q_blocks)
+    few = FEW_IN_ORDER if deterministic else FEW_TILES if mask.head_dim > WIDER_THAN else 0
+    begins_queries = num_blocks.sum() <= few * num_q_blocks and covers(runs, num_q_blocks)
     heads_per_wave, best_chunk = _wave_and_chunk(mask, num_blocks, heads_per_tile, deterministic)
     steps = np.zeros(num_tiles, bool)
     if not deterministic and not chunk:

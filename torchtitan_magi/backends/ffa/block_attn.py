@@ -193,7 +193,7 @@ class FfaBlockAttn:
         key = (
             get_ident(), q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dout.stride(),
             q.dtype, k.dtype, v.dtype, dout.dtype, pair[0].stride(), pair[1].stride(), is_float, late is None,
-            softcap == 0,
+            softcap == 0, marks is None,
         )  # fmt: skip
         prepared = mask.launches.get(key)
         q_at, dout_at, k_at, v_at = q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -203,7 +203,9 @@ class FfaBlockAttn:
             if not launch.are_copyable(dout, q, k, v):
                 dout, q, k, v = map(launch.copyable, (dout, q, k, v))
                 return self.backward(inputs._replace(q=q, k=k, v=v), out_grads._replace(dout=dout), grads)
-            prepared = mask.launches[key] = self._backward_launches(inputs._replace(late=read_late), dout, dkv)
+            prepared = mask.launches[key] = self._backward_launches(
+                inputs._replace(late=read_late), dout, dkv, begins=b.deterministic and marks is not None
+            )
         check_scale(softmax_scale)
         check_softcap(softcap)
         assert dq.dtype == lse.dtype == delta.dtype == torch.float32
@@ -223,7 +225,7 @@ class FfaBlockAttn:
                 to = sums = torch.zeros(s.num_k, shape.width, dtype=torch.float32, device=k.device)
             elif not zeroed:
                 _zero(dkv)
-        semaphores = self._semaphores(s, len(prepared), k.device) if b.deterministic else None
+        semaphores = self._semaphores(s, len(prepared), k.device, marks) if b.deterministic else None
         for i, kernel in enumerate(prepared):
             params = kernel.params
             if semaphores is not None:
@@ -242,20 +244,24 @@ class FfaBlockAttn:
             for x, wide in zip(keys_and_values(dkv, shape), shape.split(sums), strict=True):
                 x.copy_(wide)
 
-    def _semaphores(self, s: ListSizes, num_launches: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Zeros: what orders additions to dq, and for each launch what orders those to dk and dv."""
-        b = s.backward
-        counts = 2 * b.num_q_blocks * s.num_heads_q // b.heads_per_tile, 2 * b.num_k_tiles * s.num_heads_kv
-        sizes = (counts[0], *(counts[1],) * num_launches)
-        return torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    def _semaphores(
+        self, s: ListSizes, num_launches: int, device: torch.device, marks: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Zeros, those of `marks` if given: what orders additions to dq, and for each launch those to dk and dv."""
+        of_queries, of_keys = _semaphore_counts(s)
+        sizes = of_queries, *(of_keys,) * num_launches
+        words = torch.zeros(sum(sizes), dtype=torch.int32, device=device) if marks is None else marks[: sum(sizes)]
+        return words.split(sizes)
 
-    def _backward_launches(self, inputs: StageInputs, dout: Tensor, dkv: KeysAndValues) -> tuple[launch.Launch, ...]:
+    def _backward_launches(
+        self, inputs: StageInputs, dout: Tensor, dkv: KeysAndValues, begins: bool
+    ) -> tuple[launch.Launch, ...]:
         """One for each of `ffa.backward_variants`."""
         q, k, v, mask, _, late, softcap, _ = inputs
         s, b, shape = mask.sizes, mask.sizes.backward, RowShape.of(k, v)
         assert b.heads_per_tile  # else the lists were made for the forward only
         dims = ffa.padded_dims(shape.head_dim, shape.value_dim)
-        variants = ffa.backward_variants(dims, b.heads_per_tile, q.dtype, b.deterministic, softcap=softcap)
+        variants = ffa.backward_variants(dims, b.heads_per_tile, q.dtype, b.deterministic, begins, softcap=softcap)
         num_main = b.num_items - b.num_early - b.num_tail
         params = ffa.BackwardParams(
             items=mask.pointer(b.items),
@@ -298,11 +304,13 @@ class FfaBlockAttn:
         )
 
     def marks(self, mask: DeviceLists, k: Tensor, v: Tensor) -> Tensor | None:
-        """Two marks for each pack of heads of a query block; None where dq starts from zeros."""
-        s, b = mask.sizes, mask.sizes.backward
+        """Two marks for each pack of heads of a query block, in deterministic mode all of its semaphores; None where dq
+        starts from zeros."""
+        b = mask.sizes.backward
         if not b.begins_queries or ffa.has_wide_values(ffa.padded_dims(k.shape[2], v.shape[2])):
             return None
-        count = 2 * b.num_q_blocks * s.num_heads_q // b.heads_per_tile
+        of_queries, of_keys = _semaphore_counts(mask.sizes)
+        count = of_queries + of_keys * b.deterministic
         return torch.empty(-(-count // 8) * 8, dtype=torch.float32, device=mask.words.device)
 
     def adds_keys(self, mask: DeviceLists) -> bool:
@@ -318,6 +326,12 @@ class FfaBlockAttn:
         if spare.nbytes < 4 * count:
             return k.new_empty(shape, dtype=torch.float32)
         return spare.flatten().view(torch.float32)[:count].view(shape)
+
+
+def _semaphore_counts(s: ListSizes) -> tuple[int, int]:
+    """Two for each pack of heads of a query block, and two for each k-tile and K/V head."""
+    b = s.backward
+    return 2 * b.num_q_blocks * s.num_heads_q // b.heads_per_tile, 2 * b.num_k_tiles * s.num_heads_kv
 
 
 def _set_scales(params: Any, softmax_scale: float, softcap: float) -> None:

@@ -161,6 +161,7 @@ def backward_variants(
     heads_per_tile: int,
     dtype: torch.dtype,
     deterministic: bool = False,
+    begins: bool = False,
     *,
     softcap: float = 0.0,
 ) -> tuple[Variant, ...]:
@@ -169,8 +170,9 @@ def backward_variants(
 
     Args:
         dims: one of DIMS.
+        begins: deterministic and without wide values: whether dq need not be zero before.
     """
-    switches = {"DETERMINISTIC": deterministic, "SOFTCAP": bool(softcap)}
+    switches = {"DETERMINISTIC": deterministic, "BEGINS": begins, "SOFTCAP": bool(softcap)}
     (head_dim, value_dim), stages = dims, 2
     rows = BACKWARD_ROWS * (head_dim + value_dim) * 2
     dscores = 2 * KEYS * BACKWARD_ROWS * 2
