@@ -12,6 +12,11 @@
 //   dQ[64 rows, half the columns] += dS K                  dS^T of both warpgroups through shared memory; without
 //                                                          softmax_scale yet
 //
+// With 64 columns (kGradGroup) two warpgroups that meet in every block compute exponentials at the same time, and the
+// tensor cores idle. There warpgroup 3 computes dQ, all columns, once it has dS of both, and warpgroups 1 and 2 go on
+// meanwhile. They hold K and V in registers: products of two operands in shared memory keep it as busy as the tensor
+// cores.
+//
 // Query blocks are walked down: the tiles of a causal document end at the same query, so that they read Q and add dQ
 // close in time, and both stay in L2.
 //
@@ -29,8 +34,9 @@
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 64;
-constexpr int kKeys = 128;  // of a tile
-constexpr int kConsumers = 256, kThreads = 128 + kConsumers;
+constexpr int kKeys = 128;                   // of a tile
+constexpr bool kGradGroup = HEAD_DIM == 64;  // dQ has a warpgroup of its own
+constexpr int kConsumers = kGradGroup ? 384 : 256, kThreads = 128 + kConsumers;
 constexpr int kTokens = kRows / PACK;
 #ifdef BEGINS
 constexpr bool kBegins = true;
@@ -47,14 +53,16 @@ constexpr bool kValueGrads = false;  // dV
 #else
 constexpr bool kValueGrads = true;
 #endif
-constexpr int kStages = HEAD_DIM == 256 && kKeyGrads ? 1 : 2;
+constexpr bool kValuesInRegisters = kGradGroup && !kSoftcap;  // with a softcap they would spill
+constexpr int kStages = kGradGroup ? 3 : HEAD_DIM == 256 && kKeyGrads ? 1 : 2;
 // 192/128: registers hold dK and dV, and little beside them
 constexpr bool kTight = kWide && kKeyGrads && kValueGrads;
 constexpr bool kStaged = !kWide || kTight;           // dQ leaves through shared memory
 constexpr bool kMarks = kStaged && !kDeterministic;  // `marks` is looked at
 constexpr bool kEarlyDout = kStages == 1;            // dOut has barriers of its own, as it is free before Q is
 constexpr int kTakenAt = 3;                          // blocks before its end that an item's CTA takes the next one
-constexpr int kGradColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
+constexpr int kGradColumns = HEAD_DIM / (kGradGroup ? 1 : 2);  // columns of dQ that one warpgroup computes
+constexpr int kQueues = kGradGroup ? 3 : 2;  // of gradients on their way out, one per warpgroup of consumers
 
 // ---------------------------------------------------------------------------------------------- shared memory
 constexpr u32 kKeyPanel = kKeys * 128, kRowPanel = kRows * 128;
@@ -72,7 +80,7 @@ struct Shared {
   alignas(1024) unsigned char dout[kStages][kDoutBytes];
   alignas(1024) unsigned char ds[kScoreGradBuffers][kKeyGrads ? kKeys * 128 : 16];  // dS^T, [128 keys][64 rows]
   // pieces on their way out, per warpgroup
-  alignas(1024) unsigned char grad[2][kGradBuffers][kStaged ? kGradBytes : 16];
+  alignas(1024) unsigned char grad[kQueues][kGradBuffers][kStaged ? kGradBytes : 16];
   float lse_log2[kStages][kRows];  // + infinity where a row has no keys or does not exist
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
@@ -85,9 +93,11 @@ struct Shared {
   // for the warps that add: {first token, first head, kQueryGrad, rank or mark} of a piece of dQ,
   // {first key, head | tile << kLowBits, k*Grad, first column | parts before << kLowBits} of a piece of dK or dV;
   // first token < 0: no more work
-  int4 grad_piece[2][kGradBuffers];
-  u64 kv_full, kv_empty, full[kStages], empty[kStages], grad_full[2][kGradBuffers], grad_empty[2][kGradBuffers];
+  int4 grad_piece[kQueues][kGradBuffers];
+  u64 kv_full, kv_empty, full[kStages], empty[kStages];
+  u64 grad_full[kQueues][kGradBuffers], grad_empty[kQueues][kGradBuffers];
   u64 dout_full, dout_empty;
+  u64 ds_full[kScoreGradBuffers], ds_empty[kScoreGradBuffers];  // kGradGroup
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "params.py asks for too little shared memory");
 
@@ -223,6 +233,19 @@ DEVICE void in_turn(int* turn, int wanted, int w, bool leader, ADD add) {
   }
 }
 
+// ---------------------------------------------------------------------------------------- pieces of dQ on their way out
+// Where this lane stores a row of 8 x 8 matrices of a piece of dQ.
+DEVICE u32 row_of_query_grads(u32 grad, int warp, int lane) {
+  return swizzled_row(grad, warp % 4 * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
+}
+// Stores 64 rows, kGradColumns columns: as matrices of 4 columns, the even ones of each 8, then the odd ones.
+DEVICE void store_query_grads(const float* x, u32 row, u32 to) {
+#pragma unroll
+  for (int g = 0; g < kGradColumns / 8; g++)
+    store_matrices((row ^ g % 4 * 32) + to + g / 4 * kGradPanel, __float_as_uint(x[4 * g]),
+                   __float_as_uint(x[4 * g + 1]), __float_as_uint(x[4 * g + 2]), __float_as_uint(x[4 * g + 3]));
+}
+
 // ---------------------------------------------------------------------------------------------- the kernel
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_dout,
@@ -240,6 +263,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const u32 q = smem_address(smem.q), dout = smem_address(smem.dout);
   const u32 grad_full = smem_address(smem.grad_full), grad_empty = smem_address(smem.grad_empty);
   const u32 dout_full = smem_address(&smem.dout_full), dout_empty = smem_address(&smem.dout_empty);
+  const u32 ds_full = smem_address(smem.ds_full), ds_empty = smem_address(smem.ds_empty);
   if (threadIdx.x == 0) {
     mbarrier_init(kv_full, 1);
     mbarrier_init(kv_empty, kConsumers / 32 * kWarpArrivals);
@@ -251,7 +275,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(full + 8 * i, 1 + 32);  // the copy engine's bytes, and the row statistics of each lane
       mbarrier_init(empty + 8 * i, kConsumers / 32 * kWarpArrivals);
     }
-    for (int i = 0; i < (kStaged ? 2 * kGradBuffers : 0); i++) {
+    for (int i = 0; i < (kGradGroup ? kScoreGradBuffers : 0); i++) {
+      mbarrier_init(ds_full + 8 * i, 8 * kWarpArrivals);  // the warps with keys
+      mbarrier_init(ds_empty + 8 * i, 4 * kWarpArrivals);
+    }
+    for (int i = 0; i < (kStaged ? kQueues * kGradBuffers : 0); i++) {
       mbarrier_init(grad_full + 8 * i, 4 * kWarpArrivals);  // the warps of a warpgroup
       mbarrier_init(grad_empty + 8 * i, 1);
     }
@@ -356,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     tma_load_3d(dout + at - s * (kRowBytes - kDoutBytes), &map_dout, full + 8 * s, p * 64, head, token);
                 }
                 smem.block[s] = make_int4(token, head, (is_full ? kFullBlock : 0) | (left == 0 ? kLastBlock : 0),
-                                          kMarks ? marks.x & marks.y & kWritten : rank);
+                                          kMarks ? marks.x & (kGradGroup ? marks.x : marks.y) & kWritten : rank);
               }
 #pragma unroll
               for (int r = 0; r < 2; r++) {
@@ -380,8 +408,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         finish_items(params.counter);
         if (!kValueGrads) wait_for_kernel_before();
       }
-    } else if (kStaged && warp <= 2) {  // ------------------------------------------------ dQ warps, one per warpgroup
-      const int w = warp - 1;
+    } else if (kStaged && warp <= kQueues) {  // ------------------------------------------ dQ warps, one per warpgroup
+      const int w = warp - 1, half = kGradGroup ? 0 : w;  // of the columns of dQ
       Ring<kGradBuffers> ring;
       int* landing = nullptr;  // deterministic: the turn to pass on when the last addition has landed
       auto settle = [&]() {
@@ -398,8 +426,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (piece.x < 0) break;
         const u32 grad = smem_address(smem.grad[w][ring.stage]);
         const bool of_queries = piece.z == kQueryGrad;
-        const int head = of_queries ? piece.y : piece.y & kLow, column = of_queries ? w * kGradColumns : piece.w & kLow;
-        const int word = words_of(params, piece.x, head) + w;
+        const int head = of_queries ? piece.y : piece.y & kLow;
+        const int column = of_queries ? half * kGradColumns : piece.w & kLow;
+        const int word = words_of(params, piece.x, head) + half;
         bool begins = false;
         if (kMarks && of_queries && piece.w != kWritten) {
           const int before = atomicOr(params.marks + word, kBegun);
@@ -438,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             pass_turn(landing);
           }
           // a part's last piece
-          landing = of_queries || (piece.z == kValueGrad && column == kGradColumns) ? turn : nullptr;
+          landing = of_queries || (piece.z == kValueGrad && column == HEAD_DIM - kGradColumns) ? turn : nullptr;
           bulk_wait_read<0>();  // the next turn may take long: gives the buffer back before
           mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + ring.stage));
         } else {
@@ -457,8 +486,55 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) settle(), bulk_wait<0>();
     }
 
+  } else if (kGradGroup && warpgroup == 3) {  // --------------------------------------------- dQ of both warpgroups' dS
+    registers_release<72>();
+    constexpr int w = 2;
+    const u32 ds_operand = operand(smem_address(smem.ds)), k_columns = operand(k);
+    const u32 dq_row = row_of_query_grads(smem_address(smem.grad[w]), warp, lane);
+    Ring<kStages> ring;
+    Ring<kScoreGradBuffers> ds_ring;
+    Ring<kGradBuffers> grad_ring;
+    auto wait_for_buffer = [&]() {
+      mbarrier_wait(grad_empty + 8 * (w * kGradBuffers + grad_ring.stage), grad_ring.phase ^ 1);
+    };
+    auto hand_over = [&](int4 piece) {
+      if (threadIdx.x % 128 == 0) smem.grad_piece[w][grad_ring.stage] = piece;
+      fence_proxy_async();
+      mbarrier_arrive_warp(grad_full + 8 * (w * kGradBuffers + grad_ring.stage));
+      grad_ring.advance();
+    };
+    for (u32 kv_phase = 0;; kv_phase ^= 1) {
+      mbarrier_wait(kv_full, kv_phase);
+      if (warp_uniform(smem.item.x) < 0) break;
+      int flags = warp_uniform(smem.item.z);
+      while (!(flags & kLastBlock)) {
+        mbarrier_wait(full + 8 * ring.stage, ring.phase);
+        const int4 block = smem.block[ring.stage];
+        mbarrier_arrive_warp(empty + 8 * ring.stage);
+        ring.advance();
+        flags = warp_uniform(block.z);
+        mbarrier_wait(ds_full + 8 * ds_ring.stage, ds_ring.phase);
+        float dq_rmem[kGradColumns / 2];
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; i++)
+          wgmma_ss<1, 1>(dq_rmem, moved(ds_operand, ds_ring.stage * (u32)sizeof(smem.ds[0]) + i * 2048),
+                         moved(k_columns, i * 2048), i > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        mbarrier_arrive_warp(ds_empty + 8 * ds_ring.stage);
+        ds_ring.advance();
+        wait_for_buffer();
+        store_query_grads(dq_rmem, dq_row, grad_ring.stage * kGradBytes);
+        hand_over(make_int4(block.x, block.y, kQueryGrad, block.w));
+      }
+      mbarrier_arrive_warp(kv_empty);
+    }
+    wait_for_buffer();
+    hand_over(make_int4(-1, 0, 0, 0));  // tells the warp that adds to stop
+
   } else {  // ----------------------------------------------------------------------------------- consumers
-    registers_acquire<240>();
+    registers_acquire<kGradGroup ? 208 : 240>();
     const int w = warpgroup - 1;
     const bool leader = threadIdx.x % 128 == 0;
     const int key_row = w * 64 + warp % 4 * 16 + lane / 4;  // this thread's keys: key_row and key_row + 8
@@ -468,26 +544,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const u32 rest_columns = operand(k + 2 * kKeyPanel + w * 64);
     const u32 q_rows = operand(q, kRowPanel), dout_rows = operand(dout, kRowPanel);
     const u32 ds_operand = operand(smem_address(smem.ds));
-    // where this thread stores: a row of a dS matrix and of a piece of dQ (see store_matrices), its first row of a
-    // piece of dK or dV
+    // where this thread stores: a row of a dS matrix and of a piece of dQ (see store_matrices)
     const u32 ds_row = swizzled_row(smem_address(smem.ds), w * 64 + warp % 4 * 16 + lane % 16) ^ lane / 16 * 16;
     const u32 grad = smem_address(smem.grad[w][0]);
-    const u32 dq_row = swizzled_row(grad, warp % 4 * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
+    const u32 dq_row = row_of_query_grads(grad, warp, lane);
     Ring<kStages> ring;
-    u32 ds_b = 0;  // byte offset of the dS buffer of this block
+    u32 ds_b = 0;                     // byte offset of the dS buffer of this block
+    Ring<kScoreGradBuffers> ds_ring;  // kGradGroup
     Ring<kGradBuffers> grad_ring;
-    // Gives 64 rows of gradients, kGradColumns columns from x on, to the warp that adds them to global memory. Those of
-    // dQ go as matrices of 4 columns: the even ones of each 8, then the odd ones.
+    // Gives 64 rows of gradients, kGradColumns columns from x on, to the warp that adds them to global memory.
     auto hand_over = [&](auto grad_of, const float* x, int row, int head, int rank_or_column) {
       constexpr int kGrad = decltype(grad_of)::value;
       const int buffer = w * kGradBuffers + grad_ring.stage;
       const u32 to = grad_ring.stage * kGradBytes;
       mbarrier_wait(grad_empty + 8 * buffer, grad_ring.phase ^ 1);
       if constexpr (kGrad == kQueryGrad) {
-#pragma unroll
-        for (int g = 0; g < kGradColumns / 8; g++)
-          store_matrices((dq_row ^ g % 4 * 32) + to + g / 4 * kGradPanel, __float_as_uint(x[4 * g]),
-                         __float_as_uint(x[4 * g + 1]), __float_as_uint(x[4 * g + 2]), __float_as_uint(x[4 * g + 3]));
+        store_query_grads(x, dq_row, to);
       } else {
         const float scale = kGrad == kKeyGrad ? params.softmax_scale : 1;
         const u32 first_row = swizzled_row(grad, warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
@@ -514,19 +586,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int j = 0; j < VALUE_DIM / 2; j++) dv_rmem[j] = 0;
 
+      u32 k_rmem[16], v_rmem[16];  // kGradGroup
+      if constexpr (kGradGroup) {
+        const u32 row = swizzled_row(k, w * 64 + warp % 4 * 16 + lane % 16) ^ lane / 16 * 16;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          load_matrices(row ^ i * 32, k_rmem + 4 * i);
+          if (kValuesInRegisters) load_matrices((row ^ i * 32) + (v - k), v_rmem + 4 * i);
+        }
+      }
       // The parts of a block's work. Each product is a group of its own.
       auto scores = [&](float(&s_rmem)[32], u32 q_s) {  // S^T
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; i++)
-          wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32),
-                         moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
+        for (int i = 0; i < HEAD_DIM / 16; i++) {
+          if constexpr (kGradGroup)
+            wgmma_rs_rows(s_rmem, k_rmem + 4 * i, moved(q_s, i * 32), i > 0);
+          else
+            wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32),
+                           moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
+        }
         wgmma_commit();
       };
       auto value_scores = [&](float(&dp_rmem)[32], u32 dout_s) {  // dP^T
 #pragma unroll
-        for (int i = 0; i < VALUE_DIM / 16; i++)
-          wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32),
-                         moved(dout_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
+        for (int i = 0; i < VALUE_DIM / 16; i++) {
+          if constexpr (kValuesInRegisters)
+            wgmma_rs_rows(dp_rmem, v_rmem + 4 * i, moved(dout_s, i * 32), i > 0);
+          else
+            wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32),
+                           moved(dout_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
+        }
         wgmma_commit();
       };
       auto value_grads = [&](const u32(&p_rmem)[16], u32 dout_s) {
@@ -569,14 +658,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
       };
       auto store_score_grads = [&](const u32(&ds_rmem)[16]) {
+        if (kGradGroup) mbarrier_wait(ds_empty + 8 * ds_ring.stage, ds_ring.phase ^ 1);
 #pragma unroll
         for (int i = 0; i < 4; i++)
           store_matrices((ds_row ^ i * 32) + ds_b, ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2],
                          ds_rmem[4 * i + 3]);
         fence_proxy_async();
+        if (kGradGroup) {
+          mbarrier_arrive_warp(ds_full + 8 * ds_ring.stage);
+          ds_ring.advance();
+          return;
+        }
         named_sync(kScoreGradReady, kConsumers);  // dS of both warpgroups; the other buffer is free again
       };
-      int last_stage = -1;  // ONLY_VALUES: of the block before
+      int last_stage = -1;  // ONLY_VALUES, kGradGroup: of the block before
       // Wide: half of the columns of dQ, those of 192 as one panel and half of the third.
       constexpr int kColumns = HEAD_DIM == 256 ? 128 : 64;
       float dq_rmem[kColumns / 2], rest_rmem[16];
@@ -672,13 +767,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         flags = warp_uniform(block.z);
         wgmma_fence();
         scores(s_rmem, q_s);
-        if (kKeyGrads) {
+        if (kKeyGrads && !kGradGroup) {
           if (kEarlyDout) mbarrier_wait(dout_full, ring.phase);
           value_scores(dp_rmem, dout_s);
           wgmma_wait<1>();  // S
         } else {
-          wgmma_wait<0>();  // S, and dV of the block before
+          wgmma_wait<0>();  // S, and dV and dK of the block before
           if (last_stage >= 0) mbarrier_arrive_warp(empty + 8 * last_stage);
+        }
+        if (kGradGroup) {  // not before: registers hold dP, but not P and dS of the block before as well
+          wgmma_fence();
+          value_scores(dp_rmem, dout_s);
         }
         if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
         if (!(flags & kFullBlock)) mask_scores(s_rmem, s);
@@ -711,6 +810,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
         store_score_grads(ds_rmem);
 
+        if constexpr (kGradGroup) {
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kRows / 16; i++) wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
+          wgmma_commit();
+          ds_b = ds_ring.stage * (u32)sizeof(smem.ds[0]);
+          last_stage = s;
+          ring.advance();
+          continue;
+        }
+
         if constexpr (kWide) {
           wgmma_fence();
 #pragma unroll
@@ -732,7 +842,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           continue;
         }
 
-        if constexpr (!kWide) {
+        if constexpr (!kWide && !kGradGroup) {
           float dq_rmem[kGradColumns / 2];
           wgmma_fence();
 #pragma unroll
@@ -752,8 +862,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           ring.advance();
         }
       }
-      if (!kKeyGrads && last_stage >= 0) {
-        wgmma_wait<0>();  // dV
+      if (kGradGroup) wgmma_wait<0>();  // dV and dK; under a condition ptxas would serialize the products
+      if ((kGradGroup || !kKeyGrads) && last_stage >= 0) {
+        if (!kGradGroup) wgmma_wait<0>();  // dV
         mbarrier_arrive_warp(empty + 8 * last_stage);
       }
 
@@ -764,11 +875,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (!kWide && params.store == kAddFloat) {  // rows beyond end_key are 0
         const int head = kv_head | part.x << kLowBits, parts = part.y << kLowBits;
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < HEAD_DIM / kGradColumns; i++)
           hand_over(Tag<kKeyGrad>(), dk_rmem + i * kGradColumns / 2, first_key + w * 64, head,
                     parts | i * kGradColumns);
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < HEAD_DIM / kGradColumns; i++)
           hand_over(Tag<kValueGrad>(), dv_rmem + i * kGradColumns / 2, first_key + w * 64, head,
                     parts | i * kGradColumns);
         continue;

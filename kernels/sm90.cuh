@@ -220,6 +220,13 @@ DEVICE void load_matrices(u32 address, float (&x)[4]) {
                : "r"(address)
                : "memory");
 }
+// Of 16-bit elements.
+DEVICE void load_matrices(u32 address, u32* x) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
 
 // The 128-byte swizzle: 16-byte chunk c of 128-byte row r lies at chunk c ^ (r % 8). Tiles start at multiples of 1024.
 // swizzled_row: the address of a row, so that `swizzled_row(..) ^ byte` is the place of a byte of it.
@@ -304,17 +311,18 @@ WGMMA_SS(192, REGS_96, ACC_96(d), "%96", "%97", "%98")
 WGMMA_SS(256, REGS_128, ACC_128(d), "%128", "%129", "%130")
 
 // The same with A in registers: a[0..3] = the 16 columns of k-step i of an accumulator-shaped tile, packed in pairs
-// (elements 8i .. 8i + 7). B is MN-major.
-#define WGMMA_RS(N, REGS, ACC, A_REGS, B_DESC, SCALE)                                                          \
-  DEVICE void wgmma_rs(float(&d)[N / 2], const u32* a, u32 b, int accumulate) {                                \
+// (elements 8i .. 8i + 7). B is MN-major for wgmma_rs, K-major for wgmma_rs_rows.
+#define WGMMA_RS(NAME, TRANS_B, N, REGS, ACC, A_REGS, B_DESC, SCALE)                                           \
+  DEVICE void NAME(float(&d)[N / 2], const u32* a, u32 b, int accumulate) {                                    \
     asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE                                                 \
                  ", 0;\n"                                                                                      \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND " {" REGS "}, {" A_REGS \
-                 "}, " B_DESC ", keep, 1, 1, 1; }"                                                             \
+                 "}, " B_DESC ", keep, 1, 1, " TRANS_B "; }"                                                   \
                  : ACC                                                                                         \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(b)), "r"(accumulate));           \
   }
-WGMMA_RS(64, REGS_32, ACC_32(d, 0), "%32,%33,%34,%35", "%36", "%37")
-WGMMA_RS(128, REGS_64, ACC_64(d, 0), "%64,%65,%66,%67", "%68", "%69")
-WGMMA_RS(192, REGS_96, ACC_96(d), "%96,%97,%98,%99", "%100", "%101")
-WGMMA_RS(256, REGS_128, ACC_128(d), "%128,%129,%130,%131", "%132", "%133")
+WGMMA_RS(wgmma_rs, "1", 64, REGS_32, ACC_32(d, 0), "%32,%33,%34,%35", "%36", "%37")
+WGMMA_RS(wgmma_rs_rows, "0", 64, REGS_32, ACC_32(d, 0), "%32,%33,%34,%35", "%36", "%37")
+WGMMA_RS(wgmma_rs, "1", 128, REGS_64, ACC_64(d, 0), "%64,%65,%66,%67", "%68", "%69")
+WGMMA_RS(wgmma_rs, "1", 192, REGS_96, ACC_96(d), "%96,%97,%98,%99", "%100", "%101")
+WGMMA_RS(wgmma_rs, "1", 256, REGS_128, ACC_128(d), "%128,%129,%130,%131", "%132", "%133")

@@ -100,11 +100,11 @@ def layout_asserts(struct: type[ctypes.Structure]) -> str:
 
 def shape_asserts(name: str, variant: dict[str, int]) -> str:
     """C++ that compiles only if the kernel has as many threads and rows as the host launches and lists."""
-    if name == "ffa_backward.cu":
-        return f"static_assert(kThreads == {ffa.BACKWARD_THREADS});\n"
-    if name != "ffa_forward.cu":
+    if not name.startswith("ffa_"):
         return ""
     dims = variant["HEAD_DIM"], variant["VALUE_DIM"]
+    if name == "ffa_backward.cu":
+        return f"static_assert(kThreads == {ffa.backward_threads(dims)});\n"
     return f"static_assert(kThreads == {ffa.forward_threads(dims)} && kRows == {forward_rows(*dims)});\n"
 
 

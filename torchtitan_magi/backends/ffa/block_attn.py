@@ -294,9 +294,8 @@ class FfaBlockAttn:
         else:
             maps += [of_dq] * 2  # unused
         device = q.device.index
-        kernels = [
-            launch.load("ffa_backward.cu", "ffa_backward", variant, ffa.BACKWARD_THREADS) for variant in variants
-        ]
+        threads = ffa.backward_threads(dims)
+        kernels = [launch.load("ffa_backward.cu", "ffa_backward", variant, threads) for variant in variants]
         blocks = min(params.schedule.num_items, launch.num_sms(device))
         return tuple(
             launch.Launch(kernel, device, blocks, maps, ffa.BackwardParams.from_buffer_copy(params))

@@ -9,7 +9,6 @@ from torchtitan_magi.cuda import launch
 from torchtitan_magi.cuda.launch import Variant
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, MAX_CUT, forward_rows, is_wide
 
-BACKWARD_THREADS = 384  # threads per block
 MAX_COUNT = (1 << 31) - 256  # int32, with room for the threads of one block beyond the end
 
 assert 2 + MAX_CUT <= launch.COUNTER_WORDS  # first_item in kernels/ffa_layout.cuh; a word for each tile that is cut
@@ -156,6 +155,16 @@ def forward_variant(
     return _variant(dims, heads_per_tile, dtype, queries + keys + rows + 3072, switches)
 
 
+def has_grad_group(dims: tuple[int, int]) -> bool:
+    """Whether dq has a warpgroup of its own in the backward."""
+    return dims == (64, 64)
+
+
+def backward_threads(dims: tuple[int, int]) -> int:
+    """Threads per block of the backward: one warpgroup for each 64 keys of a tile, the producer's, and dq's."""
+    return 2 * KEYS + 128 * (1 + has_grad_group(dims))
+
+
 def backward_variants(
     dims: tuple[int, int],
     heads_per_tile: int,
@@ -173,14 +182,15 @@ def backward_variants(
         begins: deterministic and without wide values: whether dq need not be zero before.
     """
     switches = {"DETERMINISTIC": deterministic, "BEGINS": begins, "SOFTCAP": bool(softcap)}
-    (head_dim, value_dim), stages = dims, 2
+    (head_dim, value_dim), stages = dims, 3 if has_grad_group(dims) else 2
     rows = BACKWARD_ROWS * (head_dim + value_dim) * 2
     dscores = 2 * KEYS * BACKWARD_ROWS * 2
     if not has_wide_values(dims):
         buffers = 1 if is_wide(*dims) else 2  # of dscores and of dq on its way out
-        moving = buffers * (dscores // 2 + BACKWARD_ROWS * head_dim * 4)
+        queues = 3 if has_grad_group(dims) else 1  # of head_dim columns: of dq, and there of dk and dv of each 64 keys
+        moving = buffers * (dscores // 2 + queues * BACKWARD_ROWS * head_dim * 4)
         shared = KEYS * (head_dim + value_dim) * 2 + stages * rows + moving
-        return (_variant(dims, heads_per_tile, dtype, shared + 3072, switches),)
+        return (_variant(dims, heads_per_tile, dtype, shared + 1024 * (1 + stages), switches),)
     values = KEYS * head_dim * 2 + stages * rows
     keys = KEYS * (head_dim + value_dim) * 2 + (1 if head_dim == 256 else stages) * rows + dscores
     return (
