@@ -47,11 +47,11 @@ def totals(setup):
 @pytest.mark.parametrize("model", [LLAMA_8B, QWEN_30B], ids=lambda model: model.model)
 def test_twice_the_shards_take_half_the_states(model):
     setup = Setup(model, 131072, cp=4, ep=4 if model.experts else 1, reference=True)
-    end = "the first block's backward"
+    end = "the optimizer's step"
     half, whole = parts_at(replace(setup, dp_shard=2), end), parts_at(setup, end)
     for part in ("parameters", "gradients", "optimizer states", "reference"):
         assert half[part] == pytest.approx(whole[part] / 2, rel=1e-6)
-    copies, end = replace(setup, dp_replicate=2), "the optimizer's step"
+    copies = replace(setup, dp_replicate=2)
     assert parts_at(copies, end) == parts_at(setup, end)  # a replica shares nothing
     for each in moments(copies):  # a third stream's memory, which stays its own
         assert each.parts["gradients"] == parts_at(setup, end)["gradients"]

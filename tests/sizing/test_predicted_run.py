@@ -15,6 +15,7 @@ from torchtitan_magi.models.published import SIZES, published_sizes
 from torchtitan_magi.models.shapes import block_of, parameters_of
 from torchtitan_magi.sizing import command
 from torchtitan_magi.sizing.gpus import A100, GPUS, H100, H200, RULE, RULE_BACKWARD, gpu_named
+from torchtitan_magi.sizing.keeping.kinds import as_option, parse
 from torchtitan_magi.sizing.memory import GIB, predict
 from torchtitan_magi.sizing.predicted_run import Place, _area, expected_largest, faster, predict_run
 from torchtitan_magi.sizing.run_setup import LORA_TARGETS, Setup
@@ -255,7 +256,8 @@ def test_every_shipped_file_fits_and_says_how_long_it_takes(path, capsys, tmp_pa
     found = json.loads((tmp_path / "size.json").read_text())["run"]
     assert found["fits"]
     assert found["host_memory"] <= 64 * GIB
-    assert re.fullmatch(r"\d+ [a-z]+( offloaded)?(, \d+ [a-z]+( offloaded)?)*", found["keep"])
+    num_layers = sum(int(number) for number in re.findall(r"\d+", found["keep"]))
+    assert as_option(parse(found["keep"], num_layers)) == found["keep"]
     assert sum(found["memory"].values()) == found["memory_total"] < found["capacity"]
     assert sum(found["step"].values()) == pytest.approx(found["step_total"])
     assert found["hours"] == pytest.approx(steps * found["step_total"] / 3600)

@@ -170,16 +170,16 @@ def blocks_of(setup: Setup) -> list[tuple[Keeping, bool]]:
 
 
 def kept_on_gpu(setup: Setup) -> list[int]:
-    """Bytes that the blocks up to each one keep on the GPU, of one microbatch: of those that are offloaded the largest
+    """Bytes that the blocks up to each one keep on the GPU, of one microbatch: of those that are offloaded the last
     two, as one is on its way to the host while the next is computed, and back."""
-    found, total, moving = [], 0, 0
+    found, total, moving = [], 0, list[int]()
     sizes = {block: kept_of_block(setup, block[0].kept, block[1]) for block in {*blocks_of(setup)}}
     for block in blocks_of(setup):
         if block[0].offloaded:
-            moving = max(moving, sizes[block])
+            moving.append(sizes[block])
         else:
             total += sizes[block]
-        found.append(total + AHEAD * moving)
+        found.append(total + sum(moving[-AHEAD:]))
     return found
 
 

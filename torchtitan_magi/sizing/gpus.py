@@ -57,15 +57,19 @@ def _slower(kernel: KernelCost, factor: float) -> KernelCost:
     return replace(kernel, **times)
 
 
-# Operations per second of a step's matrix products on an H200, fitted to the steps of train_*.json and models_h200.json
-# in benchmarks/results; with it they are predicted to 13%.
-PRODUCTS = 6.1e14
+# Fitted to keeping_*.json, eight_*.json and models_h200.json in benchmarks/results, whose steps are predicted to 15%
+# with them, those of dense models without adapters to 9%: operations per second of a step's matrix products on an H200;
+# what attention takes in a step, where GPUs have to slow down, over what it takes in bursts; seconds that a layer takes
+# in each microbatch beside its work, and that are between steps.
+PRODUCTS, IN_STEPS, OF_LAYER, BETWEEN = 7.0e14, 1.08, 0.003, 0.03
 # Which share of that speed the operations of the gated delta rule's forward have, and how often the time of its forward
 # its backward takes: fitted to the packs of linear_h200.json, with errors of -21 to +14%.
-RULE, RULE_BACKWARD = 0.36, 2.7
-# Bytes per second between a GPU and pinned memory of the host, each way, fitted to what steps of keeping_*.json waited.
+RULE, RULE_BACKWARD = 0.314, 2.7
+# Bytes per second between a GPU and pinned memory of the host, each way, and by which share of the copies' time what
+# runs beside them takes longer: 0 to 9% in keeping_*.json, of one GPU and of two that copy at once.
 # Host memory that a GPU's process can fill where it is not known: a quarter of a machine with 2 TB and eight GPUs.
-HOST_LINK, HOST_MEMORY = 4.6e10, 64 * GIB
+HOST_LINK, BESIDE_COPIES = 5.0e10, 0.08
+HOST_MEMORY = 64 * GIB
 # flex_attention over our kernel, time of the same packs on one H200: train_rivals_h200.json.
 FLEX = 1.45
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from torchtitan_magi.sizing import activations
 from torchtitan_magi.sizing.exchanged_rows import maps_held, rows_and_sums, rows_in_flight
-from torchtitan_magi.sizing.keeping.kinds import runs_of
 from torchtitan_magi.sizing.run_setup import Setup
 
 GIB = 2**30
@@ -89,30 +88,34 @@ def _moments(setup: Setup) -> Iterator[Prediction]:
     of_output = -(-each.vocabulary // setup.fsdp) * gradient * (setup.has_output and not setup.lora_rank)
     on_gpu, num_blocks = activations.kept_on_gpu(setup), setup.model.num_layers
     waiting = max(0.0, setup.in_flight - 1) * on_gpu[-1]  # of other microbatches of a pipeline
-    for number, (work, rows, maps) in _backwards(setup):
-        behind = num_blocks - 1 - number
-        name = "the last" if not behind else "the first" if not number else f"number {number}"
-        done = before or of_output + (gradients - of_first - of_output) * behind // max(1, num_blocks - 1)
-        reduced = _reduced(setup, block if behind else each.vocabulary)
+    of_others, last = gradients - of_first - of_output, num_blocks - 1
+    done = [before or of_output + of_others * (last - number) // max(1, last) for number in range(num_blocks)]
+    for number, (work, rows, maps) in _backwards(setup, [held + made for held, made in zip(on_gpu, done, strict=True)]):
+        name = "the last" if number == last else "the first" if not number else f"number {number}"
+        reduced = _reduced(setup, block if number < last else each.vocabulary)
         held = int(on_gpu[number] + waiting) + work
         others = {"K/V and their gradients": rows, "maps of states": maps}
-        yield moment(f"{name} block's backward", done, held, of_block + reduced, **others)
+        yield moment(f"{name} block's backward", done[number], held, of_block + reduced, **others)
     if setup.has_embedding and not setup.lora_rank:
         of_embedding = _gathered(setup, each.vocabulary) + _reduced(setup, each.vocabulary + block)
         yield moment("the embedding's backward", gradients, activations.block_input(setup), of_embedding)
     yield moment("the optimizer's step", gradients, 0, **{"square roots": gradients * setup.foreach})
 
 
-def _backwards(setup: Setup) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """Blocks whose backward may take the most, the last of those that keep the same, and the first of all; and bytes
-    beside what is kept, see ``_of_backward``."""
+def _backwards(setup: Setup, held: list[int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """Blocks whose backward may take the most, and bytes beside what is held, see ``_of_backward``: of those that keep
+    the same the last, and that beside which most is held.
+
+    Args:
+        held: bytes that are kept and gradients that are made, by block.
+    """
     blocks = activations.blocks_of(setup)
-    for first, last, keeping in runs_of(setup.keepings):
-        kinds = {is_linear for _, is_linear in blocks[first : last + 1]}
-        work = max((each for is_linear in kinds for each in _of_backward(setup, keeping.kept, is_linear)), key=sum)
-        yield last, work
-        if not first and last:
-            yield first, work
+    for kept in dict.fromkeys(keeping.kept for keeping, _ in blocks):
+        numbers = [number for number, (keeping, _) in enumerate(blocks) if keeping.kept == kept]
+        mixers = {blocks[number][1] for number in numbers}
+        work = max((each for is_linear in mixers for each in _of_backward(setup, kept, is_linear)), key=sum)
+        for number in {max(numbers, key=held.__getitem__), numbers[-1]}:
+            yield number, work
 
 
 def _of_backward(setup: Setup, kept: str, is_linear: bool) -> Iterator[tuple[int, int, int]]:

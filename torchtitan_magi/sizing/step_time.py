@@ -1,7 +1,8 @@
 """Predicts what a training step takes, by part, from the model, its layout and the time of its attention.
 
-Matrix products run at one speed, element-wise passes at that of the memory; both are fitted to measured steps, see
-``gpus``. Communication of FSDP2 hides behind a block's products, that of tensor and expert parallelism does not.
+Matrix products run at one speed, element-wise passes at that of the memory; these and what else there is are fitted to
+measured steps, see ``gpus``. Communication of FSDP2 hides behind a block's products, that of tensor and expert
+parallelism does not.
 """
 
 from dataclasses import dataclass
@@ -9,15 +10,24 @@ from dataclasses import dataclass
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.models.shapes import block_of, num_moe_layers, parameters_of
 from torchtitan_magi.sizing.activations import CHUNK, blocks_of, kept_of_block, kinds_of_layers
-from torchtitan_magi.sizing.gpus import HOST_LINK, RULE, RULE_BACKWARD, Gpu
+from torchtitan_magi.sizing.gpus import (
+    BESIDE_COPIES,
+    BETWEEN,
+    HOST_LINK,
+    IN_STEPS,
+    OF_LAYER,
+    RULE,
+    RULE_BACKWARD,
+    Gpu,
+)
 from torchtitan_magi.sizing.keeping.kinds import AHEAD, ALL, INPUTS, KEPT, PRODUCTS
 from torchtitan_magi.sizing.run_setup import Setup
 
-OUTPUT, WAITING = "output layer and loss", "waiting for the host"
+OUTPUT, FIXED, COPYING = "output layer and loss", "fixed costs", "copies to the host and back"
 GRADIENTS = 2  # a backward takes twice the products of its forward
 OPTIMIZER_BYTES = 36  # read and written of a float32 parameter by fused AdamW (28) and by clipping (8)
 SHARDING_PASSES = 8  # copies of FSDP2 in and out of its collectives, in elements of 16 bits
-ROUTED_PASSES = 88  # over an expert's input and output by what moves, sorts, weighs and adds up tokens
+ROUTED_PASSES = 80  # over an expert's input and output by what moves, sorts, weighs and adds up tokens
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
 
     Args:
         gpus_per_node: GPUs in each node.
-        attention: seconds of the forward and backward of all layers for one microbatch.
+        attention: seconds of the forward and backward of all layers for one microbatch, as measured in bursts.
         pairs: (query, key) pairs of one microbatch on a context-parallel rank, the mean over layers with attention.
     """
     model, layers = setup.model, setup.model.num_layers / setup.pp
@@ -56,7 +66,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     output = 2 * setup.on_rank.vocabulary * setup.tokens * setup.learned
     times = 1 + weights + setup.reference  # a loss of pairs makes logits again for its backward
     logits = output * times / gpu.products + _loss_passes(setup) / gpu.passes
-    forward, backward = attention
+    forward, backward = (IN_STEPS * seconds for seconds in attention)
     rule, passes = _rule(setup, gpu), _passes(setup) / setup.pp / gpu.passes
     experts, shared = _experts(setup, gpu, gpus_per_node), _tensor_parallel(setup, gpu) * layers
     parts = {
@@ -68,10 +78,13 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
         OUTPUT: logits / setup.pp,
         "moving tokens to experts": experts * (1 + again.blocks / 3),
         "tensor parallelism": shared * (1 + again.blocks / 2),
+        FIXED: OF_LAYER * layers,
     }
     in_layers = sum(seconds for name, seconds in parts.items() if name != OUTPUT)
     ahead = products / gpu.products + passes + forward / setup.pp + rule + (experts + shared) / 2
-    parts[WAITING] = waiting(setup, ahead / layers, parts[OUTPUT], (in_layers - ahead) / layers)
+    waited = waiting(setup, ahead / layers, parts[OUTPUT], (in_layers - ahead) / layers)
+    copies = 2 * sum(each or 0.0 for each in _copies_of_layers(setup)) / setup.pp
+    parts[COPYING] = waited + BESIDE_COPIES * max(0.0, copies - waited)
     busy = sum(parts.values())
     parts["FSDP that nothing hides"] = max(0.0, _sharding(setup, gpu, gpus_per_node) - busy)
     parts["FSDP's copies"] = _copies(setup, gpu)
@@ -81,6 +94,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     if setup.reference:
         passed = products / gpu.products + forward / setup.pp + rule
         parts["reference"] = setup.microbatches * (passed + output / gpu.products)
+    parts[FIXED] += BETWEEN
     parts["optimizer"] = setup.trained * OPTIMIZER_BYTES * (setup.param_bytes / 4) / gpu.passes
     once = (products + output / setup.pp) * (1 + weights)
     once += (model.attention_flops * pairs + model.linear_flops * setup.tokens) / setup.tp / setup.pp
@@ -126,14 +140,19 @@ def waiting(setup: Setup, forward: float, between: float, backward: float) -> fl
         forward, backward: seconds of a layer.
         between: seconds of what follows the last layer.
     """
-    blocks = blocks_of(setup)
-    seconds = {block: kept_of_block(setup, block[0].kept, block[1]) / HOST_LINK for block in {*blocks}}
-    copies = [seconds[block] if block[0].offloaded else None for block in blocks]
+    copies = _copies_of_layers(setup)
     return max(_waiting([copies[layer] for layer in own], forward, between, backward) for own in setup.rank_layers)
 
 
+def _copies_of_layers(setup: Setup) -> list[float | None]:
+    """Seconds of each layer's copies of a microbatch one way; None where it does not offload."""
+    blocks = blocks_of(setup)
+    seconds = {block: kept_of_block(setup, block[0].kept, block[1]) / HOST_LINK for block in {*blocks}}
+    return [seconds[block] if block[0].offloaded else None for block in blocks]
+
+
 def _waiting(copies: list[float | None], forward: float, between: float, backward: float) -> float:
-    """The same of a rank, by the seconds of each layer's copies one way; None where it does not offload.
+    """The same of a rank, by the seconds of each layer's copies one way.
 
     A layer begins when what the layer ``AHEAD`` before it keeps has left, and its backward when what it keeps is back,
     which sets out when the backward of the layer behind it begins; only layers that offload count. What the last ones
