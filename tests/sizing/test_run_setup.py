@@ -111,8 +111,36 @@ def test_options_about_stages_are_read():
     looped = {"pipeline_parallel_schedule": "Interleaved1F1B"}
     assert layers_read(**looped) == ([16, 16], 2)
     assert layers_read(**looped, pipeline_parallel_layers_per_stage=6) == ([16, 16], 3)
-    parts = [["tok_embeddings", "layers.0"], [f"layers.{layer}" for layer in range(1, 32)] + ["norm", "output"]]
-    assert layers_read(module_fqns_per_model_part=parts) == ([1, 31], 1)
+    assert layers_read(module_fqns_per_model_part=parts_of(1)) == ([1, 31], 1)
+
+
+def parts_of(*cuts):
+    """Names of the modules of each stage, which begin at these layers."""
+    names = ["tok_embeddings", *(f"layers.{layer}" for layer in range(32)), "norm", "lm_head"]
+    ends = [0, *(cut + 1 for cut in cuts), len(names)]
+    return [names[first:last] for first, last in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (
+            [[name for name in part if name != "layers.7"] for part in parts_of(16)],
+            "'layers.8' where the model has 'layers.7'",
+        ),
+        (parts_of(16)[::-1], "has 'layers.16' where the model has 'tok_embeddings'"),
+        ([*parts_of(16)[:1], parts_of(16)[1][:-1]], "has nothing more where the model has 'lm_head'"),
+        ([*parts_of(16)[:1], [*parts_of(16)[1][:-1], "output"]], "has 'output' where the model has 'lm_head'"),
+        ([*parts_of(16), ["layers.31"]], "has 'layers.31' where the model has nothing more"),
+        (parts_of(8, 16), "has 3 stages; '1F1B' over 2 ranks needs 2"),
+    ],
+)
+def test_stages_that_leave_modules_out_are_refused(parts, words):
+    """torchtitan would train a smaller model, or one in another order, and say nothing."""
+    with pytest.raises(ValueError, match=r"parallelism\.module_fqns_per_model_part has") as caught:
+        layers_read(module_fqns_per_model_part=parts)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def changed(**options):

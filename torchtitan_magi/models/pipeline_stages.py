@@ -1,6 +1,7 @@
 """Which layers of a model each stage of a pipeline has."""
 
 import itertools
+from collections.abc import Sequence
 
 from torchtitan_magi.wording import quoted
 
@@ -40,3 +41,34 @@ def layers_of_stages(
     counts[-1] -= last_less
     ends = itertools.accumulate(counts)
     return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))
+
+
+def layers_of_parts(
+    parts: Sequence[Sequence[str]], num_layers: int, pp: int, schedule: str
+) -> tuple[tuple[int, ...], ...]:
+    """The same by ``parallelism.module_fqns_per_model_part``, the names of each stage's modules.
+
+    torchtitan leaves out what no stage names, and what is none of the model's names.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    option, several = "parallelism.module_fqns_per_model_part", schedule == LOOPED
+    wanted = ["tok_embeddings", *(f"layers.{layer}" for layer in range(num_layers)), "norm", "lm_head"]
+    given = [name for part in parts for name in part]
+    if given != wanted:
+        at = next((at for at, pair in enumerate(zip(given, wanted, strict=False)) if pair[0] != pair[1]), None)
+        if at is None:
+            at = min(len(given), len(wanted))
+        name, due = (quoted(names[at]) if at < len(names) else "nothing more" for names in (given, wanted))
+        raise ValueError(
+            f"{option} has {name} where the model has {due}; name tok_embeddings, layers.0 to layers.{num_layers - 1}, "
+            "norm and lm_head once and in this order, or leave it out"
+        )
+    if len(parts) % pp or (len(parts) > pp) != several:
+        raise ValueError(
+            f"{option} has {len(parts)} stages; {quoted(schedule)} over {pp} ranks needs "
+            f"{f'a multiple of {pp}, of {2 * pp} at least' if several else pp}"
+        )
+    layers = iter(range(num_layers))
+    return tuple(tuple(next(layers) for name in part if name.startswith("layers.")) for part in parts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.models.pipeline_stages import LOOPED, layers_of_stages
+from torchtitan_magi.models.pipeline_stages import LOOPED, layers_of_parts, layers_of_stages
 from torchtitan_magi.models.shapes import Parameters, adapters_of, heads_of_rank, num_moe_layers, parameters_of
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.sizing.keeping.kinds import ALL, AUTO, INPUTS, OF_MODE, Keeping, parse
@@ -231,8 +231,7 @@ def _read_stage_layers(read: Read, num_layers: int, pp: int, schedule: str) -> t
     if pp == 1:
         return ()
     if parts := read("parallelism.module_fqns_per_model_part", []):
-        numbers = [[name.split(".")[1] for name in part if name.startswith("layers.")] for part in parts]
-        return tuple(tuple(map(int, part)) for part in numbers)
+        return layers_of_parts(parts, num_layers, pp, schedule)
     first, last = (read(f"parallelism.pipeline_parallel_{end}_stage_less_layers", LESS) for end in ("first", "last"))
     per_stage = read("parallelism.pipeline_parallel_layers_per_stage", 0)
     return layers_of_stages(num_layers, pp, schedule, first, last, per_stage)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig
-from torchtitan_magi.models.pipeline_stages import layers_of_stages
+from torchtitan_magi.models.pipeline_stages import layers_of_parts, layers_of_stages
 from torchtitan_magi.training.settings.options import DPO_DATASET, EXPERTS, LoRA
 from torchtitan_magi.wording import quoted
 
@@ -125,7 +125,9 @@ def check_pipeline(job: Any, model: ModelConfig) -> None:
             f"parallelism.pipeline_parallel_schedule is {given}; "
             f"use one of {', '.join(SCHEDULES)}: others split the backward, which this attention does not"
         )
-    if parallelism.module_fqns_per_model_part is None:
+    if parts := parallelism.module_fqns_per_model_part:
+        layers_of_parts(parts, model.num_layers, degree, schedule)
+    else:
         layers_of_stages(
             model.num_layers,
             degree,
