@@ -9,7 +9,7 @@ from support.hf_loop import pairs_file
 from support.hf_models import hf_arguments, make_hf_folder
 from support.runs import IS_0_3, new_folder, train
 
-MIX = "1 inputs offloaded, 1 attention offloaded, 1 products, 1 all"
+MIX = "1 inputs offloaded, 1 products, 1 attention offloaded, 1 all"
 MIXES = {
     "mixed": MIX,
     "all": "all",
