@@ -112,10 +112,10 @@ class Magi:
     """Send dK and dV between ranks in float32 instead of the training dtype. They are summed in float32 either way."""
 
     keep: str = ""
-    """What layers keep for their backward under activation_checkpoint.mode "auto", such as "attention" or "20 inputs
-    offloaded, 12 all": a number of layers, from the first on, each with "all", "products" (every other matrix product
-    and attention), "attention" or "inputs" alone, on the GPU or "offloaded" to the host's memory. "": the fastest that
-    fits, by predicted time and memory."""
+    """What layers keep for their backward under activation_checkpoint.mode "auto", such as "attention", "20 inputs
+    offloaded, 12 all" or "8 products offloaded among 24 products": numbers of layers, from the first on, each with
+    "all", "products" (every other matrix product and attention), "attention" or "inputs" alone, on the GPU or
+    "offloaded" to the host's memory. "": the fastest that fits, by predicted time and memory."""
 
     positions: Literal["auto", "document", "pack"] = "auto"
     """Rotary positions restart at 0 in every document ("document") or run over the whole pack ("pack"). "auto":
