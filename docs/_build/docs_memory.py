@@ -73,7 +73,7 @@ def comparisons(facts: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]
             compiled=compiled,
             compiled_loss=compiled,
             whole_logits=row["strategy"] == "flex",
-            float32_experts=True,  # all are runs of torchtitan 0.2.2
+            by_02=True,  # all are runs of torchtitan 0.2.2
         )
         yield row, predict(setup).allocated / GIB
 

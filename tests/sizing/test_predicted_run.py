@@ -14,7 +14,17 @@ from torchtitan_magi.masks.builders import shared_prompt, sliding_window, varlen
 from torchtitan_magi.models.published import SIZES, published_sizes
 from torchtitan_magi.models.shapes import block_of, parameters_of
 from torchtitan_magi.sizing import command
-from torchtitan_magi.sizing.gpus import A100, GPUS, H100, H200, RULE, RULE_BACKWARD, gpu_named
+from torchtitan_magi.sizing.gpus import (
+    A100,
+    DETERMINISTIC,
+    FLEX,
+    GPUS,
+    H100,
+    H200,
+    RULE,
+    RULE_BACKWARD,
+    gpu_named,
+)
 from torchtitan_magi.sizing.keeping.kinds import as_option, parse
 from torchtitan_magi.sizing.memory import GIB, predict
 from torchtitan_magi.sizing.predicted_run import Place, _area, expected_largest, faster, predict_run
@@ -44,7 +54,7 @@ def measured_steps():
                 setup = Setup(
                     model, row["tokens_per_gpu"] * row["cp"], dp_shard=row["dp_shard"], cp=row["cp"],
                     ep=facts.get("expert_parallel", 1), checkpointing=row.get("checkpointing", "none"), compiled=True,
-                    compiled_loss=True, float32_experts=True,
+                    compiled_loss=True, by_02=True,
                 )  # fmt: skip
                 yield path.stem, setup, (row["ideal_attention_ms"] or 0) / 1e3, row["step_ms"] / 1e3
 
@@ -100,6 +110,25 @@ def test_what_an_option_costs(change, part, grows):
     before, after = (predict_run(setup, PLACE).time.parts.get(part, 0) for setup in (SETUP, replace(SETUP, **change)))
     assert before != after
     assert (after > before) == grows
+
+
+def test_tensor_parallelism_alone_computes_in_16_bits_but_with_torchtitan_0_2():
+    alone = replace(SETUP, cp=1, tp=8)
+    in_float32 = replace(alone, by_02=True)
+    assert (alone.compute_bytes, in_float32.compute_bytes) == (2, 4)
+    assert replace(in_float32, tp=4, cp=2).compute_bytes == replace(in_float32, tp=1).compute_bytes == 2
+    seconds = [predict_run(setup, PLACE).time.parts["tensor parallelism"] for setup in (alone, in_float32)]
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.01)
+
+
+def test_attention_takes_what_its_backend_and_its_order_take():
+    def attention(gpu=H100, **fields):
+        return predict_run(replace(SETUP, **fields), replace(PLACE, gpu=gpu)).time.parts["attention"]
+
+    usual = attention()
+    assert attention(flex=True) == attention(flex=True, deterministic=True) == pytest.approx(FLEX * usual)
+    assert 1.15 * usual < attention(deterministic=True) < DETERMINISTIC * usual  # of the backward alone
+    assert attention(A100, flex=True) == attention(A100)  # which has no other
 
 
 def test_a_label_less_token_needs_no_logits():

@@ -508,6 +508,7 @@ def test_bad_input_is_one_line_that_names_the_value(arguments, message, tmp_path
 
 RUN = """
 [model]
+flavor = "hf"
 hf_assets_path = "model"
 [training]
 dataset = "sft"
@@ -544,6 +545,15 @@ def test_a_runs_file_says_pack_layout_data_and_heads(run_file, size):
     by_hand = ["--tokenizer", "model", "--total", "64", "--cp", "4", "--heads", "4:1", "--head-dim", "64"]
     assert size("records.jsonl", *by_hand)[1]["packs"][0]["documents"] == figures["packs"][0]["documents"]
     assert "2 GPUs, 2 per node; packs of 128 tokens" in size(run_file(), "--cp", "2", "--total", "128")[0]
+
+
+@pytest.mark.parametrize(("given", "flavor"), [("", "debugmodel"), ('flavor = "70B_varlen"', "70B_varlen")])
+def test_that_training_takes_another_model_than_is_sized_is_said(run_file, size, given, flavor):
+    def said(file):
+        return " ".join(size(file)[0].split())
+
+    assert f"model.flavor is '{flavor}', which training takes from torchtitan" in said(run_file('flavor = "hf"', given))
+    assert "model.flavor" not in said(run_file())
 
 
 def test_a_run_with_its_data_says_how_many_epochs_its_steps_are(run_file, size, tmp_path):

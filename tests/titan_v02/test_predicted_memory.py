@@ -147,7 +147,7 @@ def saved_by_experts():
 
     with mock.patch.object(torch, "histc", histc):
         theirs = bytes_saved(moe, (x,), moe.parameters())
-    setup = Setup(config, tokens, float32_experts=True)
+    setup = Setup(config, tokens, by_02=True)
     input_of_norm = config.dim * setup.compute_bytes
     return tokens * (ffn_saved(setup) - input_of_norm), theirs
 
@@ -213,7 +213,8 @@ FACTS = [  # options of a run -> fields of its Setup
     ({"activation_checkpoint.mode": "memory_budget", "activation_checkpoint.memory_budget": 0.25},
      {"checkpointing": "memory_budget", "budget": 0.25, "every": 0}),
     ({"training.dtype": "bfloat16", "optimizer.implementation": "foreach"}, {"param_bytes": 2, "foreach": True}),
-    ({"training.mixed_precision_param": "float32"}, {"compute_bytes": 4}),
+    ({"training.mixed_precision_param": "float32"}, {"mixed_bytes": 4}),
+    ({"magi.backend": "flex", "debug.deterministic": True}, {"flex": True, "deterministic": True}),
     ({"magi.overlap_stages": 3}, {"overlap_stages": 3}),
     ({"parallelism.fsdp_reshard_after_forward": "never"}, {"reshard": "never"}),
     ({"checkpoint.enable": True, "checkpoint.async_mode": "async"}, {"staged": True}),
@@ -281,6 +282,5 @@ def defaults_of_options():
 
 def test_what_a_file_leaves_out_is_as_torchtitan_has_it():
     found = call(defaults_of_options)
-    assert len(found) == 24
-    of_0_3 = {"activation_checkpoint.selective_ac_option": ("op", "2")}  # a file alone is read as by torchtitan 0.3
-    assert {option: both for option, both in found.items() if both[0] != both[1]} == of_0_3
+    assert len(found) == 27
+    assert {option: both for option, both in found.items() if both[0] != both[1]} == {}

@@ -96,7 +96,7 @@ def ffn_saved(setup: Setup) -> int:
     scores = 2 * model.experts.num_experts * FLOAT32
     shared = kept * model.experts.num_shared * model.experts.hidden_dim // setup.tp
     norm += (shared + model.dim * (model.model == "qwen3_5")) * setup.compute_bytes  # whose gate takes their output
-    out = model.dim * (FLOAT32 if setup.float32_experts else setup.compute_bytes)
+    out = model.dim * (FLOAT32 if setup.by_02 else setup.compute_bytes)
     return norm + model.experts.top_k * (routed * setup.compute_bytes + out) + scores
 
 
@@ -239,7 +239,7 @@ def ffn_gradients(setup: Setup) -> int:
     if model.experts is None:
         adapters = 2 * model.hidden_dim // setup.tp if setup.lora_rank else 0  # what goes to them, scaled
         return setup.tokens * (setup.local_dim + 2 * model.hidden_dim // setup.tp + adapters) * compute
-    experts = model.experts.top_k * model.dim * ((FLOAT32 if setup.float32_experts else 0) + 2 * compute)
+    experts = model.experts.top_k * model.dim * ((FLOAT32 if setup.by_02 else 0) + 2 * compute)
     return setup.tokens * (setup.local_dim * compute + experts)
 
 

@@ -70,8 +70,9 @@ RULE, RULE_BACKWARD = 0.314, 2.7
 # Host memory that a GPU's process can fill where it is not known: a quarter of a machine with 2 TB and eight GPUs.
 HOST_LINK, BESIDE_COPIES = 5.0e10, 0.08
 HOST_MEMORY = 64 * GIB
-# flex_attention over our kernel, time of the same packs on one H200: train_rivals_h200.json.
-FLEX = 1.45
+# Time of flex_attention over that of our kernel, of the same packs on one H200: train_rivals_h200.json; and of the
+# deterministic backward over the other, of packs in kernel_h100.json.
+FLEX, DETERMINISTIC = 1.45, 1.3
 
 # Data sheets: nvidia.com/en-us/data-center/{h200,h100,a100,dgx-b200}. Dense operations, the SXM modules. Capacities:
 # torch's total_memory, for the B200 192 GB less what the others have less.

@@ -167,7 +167,7 @@ def _reduced(setup: Setup, parameters: int) -> int:
 
 def _by_ddp(setup: Setup) -> bool:
     """Whether DDP replicates the model, as torchtitan 0.2.2 does; else FSDP2 casts parameters, of one GPU too."""
-    return setup.fsdp == 1 and setup.dp_replicate > 1
+    return setup.by_02 and setup.fsdp == 1 and setup.dp_replicate > 1
 
 
 # ------------------------------------------------------------------------------------------------------------- in words

@@ -12,7 +12,7 @@ from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.planning.cost_model import CostModel, FloatArray, Heads
 from torchtitan_magi.planning.plan import PlanSpec, plan_afresh
-from torchtitan_magi.sizing.gpus import HOST_MEMORY, Gpu
+from torchtitan_magi.sizing.gpus import DETERMINISTIC, FLEX, HOST_MEMORY, Gpu
 from torchtitan_magi.sizing.keeping.choose import MARGIN, MARGIN_OF_EXPERTS, Bound, choose
 from torchtitan_magi.sizing.keeping.kinds import AUTO
 from torchtitan_magi.sizing.memory import Prediction, host_memory, predict, states_on_host
@@ -151,6 +151,10 @@ def _attention_work(setup: Setup, place: Place, chosen: slice = slice(None)) -> 
     """chosen: which packs of ``place``."""
     heads, packs = heads_of_rank(setup.model, setup.tp), place.packs[chosen]
     seconds = place.attention(setup.seq_len, setup.cp, setup.tp, heads)[chosen]
+    if setup.flex and place.gpu.attention == 1:
+        slower = FLEX, FLEX
+    else:
+        slower = 1.0, DETERMINISTIC if setup.deterministic and not setup.flex else 1.0
     windows, areas = setup.model.windows or (0,) * setup.model.num_attention_layers, np.zeros(len(packs))
     attends, ideal = np.zeros((len(packs), 2)), 0.0
     for window in set(windows):
@@ -160,7 +164,7 @@ def _attention_work(setup: Setup, place: Place, chosen: slice = slice(None)) -> 
         ideal += float((count * share[:, None] * seconds[:, 1]).sum())
         areas += area * count / len(windows)
     ranks = setup.dp_shard * setup.dp_replicate
-    forward, backward = (setup.packs * expected_largest(attends[:, way], ranks) for way in (0, 1))
+    forward, backward = (slower[way] * setup.packs * expected_largest(attends[:, way], ranks) for way in (0, 1))
     return _Work(forward, backward, setup.packs * float(areas.mean()) / setup.cp, ideal / float(attends.sum()))
 
 

@@ -134,9 +134,14 @@ def model_of(run: RunFile) -> ModelConfig:
 
 def notes_on(run: RunFile) -> Iterator[str]:
     """Says what is not there yet, what it was sized by instead, and what is not counted."""
-    folder = run.read("model.hf_assets_path", str)
+    folder, flavor = run.read("model.hf_assets_path", str), run.read("model.flavor", "debugmodel")
     if not os.path.exists(Path(folder) / "config.json"):
         yield f"{shown(folder)} has no config.json yet; the model is the published {Path(folder).name}"
+    if flavor != "hf":
+        yield (
+            f"model.flavor is {quoted(flavor)}, which training takes from torchtitan; the model here is that of "
+            f'{shown(folder)}, which "hf" trains'
+        )
     if missing := missing_data(run):
         yield (
             f"{shown(missing)} is not there yet; documents are those of the histogram, and their lengths decide what "

@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torchtitan_magi.models.model_config import ModelConfig
@@ -40,8 +41,8 @@ class Setup:
             block, for "selective"; 0: by operation. budget: fraction of the activations to keep, for "memory_budget".
             keeping: what each layer keeps, for "auto"; empty while that is not decided.
         compiled: whether the blocks are compiled. compiled_loss: whether the loss is.
-        param_bytes, compute_bytes, reduce_bytes: bytes per element of stored parameters, of what is computed with, and
-            of the gradients that are reduced.
+        param_bytes, mixed_bytes, reduce_bytes: bytes per element of stored parameters, of what mixed precision computes
+            with, and of the gradients that are reduced.
         foreach: whether the optimizer, Adam or AdamW, steps all parameters at once by operations on lists of tensors.
         state_bytes: bytes per element of its states; None: as of parameters.
         microbatches: of a step. schedule: in which order a pipeline computes them, ``at_once`` at a time. stage_layers:
@@ -58,7 +59,9 @@ class Setup:
         has_embedding, has_output: whether the first and the last layer are there. in_flight: microbatches whose
             activations are kept at once; of a stage of a pipeline, see ``stages``.
         learned: share of the tokens that have a label.
-        float32_experts: whether what experts put out is weighed in float32, as torchtitan 0.2.2 does.
+        flex: whether attention runs by flex_attention. deterministic: whether its backward repeats bit for bit.
+        by_02: whether torchtitan 0.2.2 trains: it replicates by DDP, computes in the stored dtype where there is tensor
+            parallelism alone, and weighs in float32 what experts put out.
     """
 
     model: ModelConfig
@@ -78,7 +81,7 @@ class Setup:
     compiled: bool = False
     compiled_loss: bool = False
     param_bytes: int = FLOAT32
-    compute_bytes: int = 2
+    mixed_bytes: int = 2
     reduce_bytes: int = FLOAT32
     foreach: bool = False
     state_bytes: int | None = None
@@ -101,7 +104,9 @@ class Setup:
     has_output: bool = True
     in_flight: float = 1.0
     learned: float = 1.0
-    float32_experts: bool = False
+    flex: bool = False
+    deterministic: bool = False
+    by_02: bool = False
 
     @property
     def world_size(self) -> int:
@@ -117,6 +122,11 @@ class Setup:
     def fsdp(self) -> int:
         """Ranks over which FSDP2 shards what is not an expert."""
         return self.dp_shard * self.cp
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes per element of what is computed with."""
+        return self.param_bytes if self.by_02 and self.fsdp == 1 and self.tp > 1 else self.mixed_bytes
 
     @property
     def local_dim(self) -> int:
@@ -245,8 +255,17 @@ def _has_reference(read: Read) -> bool:
     return bool(dataset == "dpo" and read("magi.dpo.reference", "model") == "model")
 
 
+@functools.cache
+def is_titan_02() -> bool:
+    """Whether the torchtitan that is installed is of the line 0.2; False where there is none."""
+    try:
+        return version("torchtitan").startswith("0.2.")
+    except PackageNotFoundError:
+        return False
+
+
 def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
-    """The facts of a run that its options say; the others are as in ``Setup``."""
+    """The facts of a run that its options say, and the torchtitan that is installed; the others are as in ``Setup``."""
     mode = read("activation_checkpoint.mode", ("selective", "full", "memory_budget", "none", AUTO))
     keep = read("magi.keep", "")
     if keep and mode != AUTO:
@@ -254,7 +273,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
             f"magi.keep is {quoted(keep)}, but activation_checkpoint.mode is {quoted(mode)}; set that to 'auto', or "
             "leave magi.keep out"
         )
-    option = read("activation_checkpoint.selective_ac_option", "op")
+    option = read("activation_checkpoint.selective_ac_option", "2" if is_titan_02() else "op")
     every = int(option) if mode == "selective" and option.isdigit() else None
     components = read("compile.components", ["model", "loss"]) if read("compile.enable", False) else []
     batch, copies = read("training.local_batch_size", 8), read("parallelism.data_parallel_replicate_degree", 1)
@@ -267,9 +286,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         )
     steps_of_batches = -(-max(read("training.global_batch_size", -1), 1) // (batch * copies * dp_shard))
     rank = read("magi.lora.rank", 0)
-    mixed = dp_shard * cp > 1 or tp == 1  # tensor parallelism alone computes in the training dtype
     schedule = read("parallelism.pipeline_parallel_schedule", "1F1B")
-    stored, computed = read("training.dtype", DTYPES), read("training.mixed_precision_param", DTYPES[::-1])
     return Setup(
         model,
         read("training.seq_len", int),
@@ -287,8 +304,8 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         keeping=parse(keep, model.num_layers) if keep else (),
         compiled="model" in components,
         compiled_loss="loss" in components,
-        param_bytes=BYTES[stored],
-        compute_bytes=BYTES[computed if mixed else stored],
+        param_bytes=BYTES[read("training.dtype", DTYPES)],
+        mixed_bytes=BYTES[read("training.mixed_precision_param", DTYPES[::-1])],
         reduce_bytes=BYTES[read("training.mixed_precision_reduce", DTYPES)],
         foreach=read("optimizer.implementation", "fused") == "foreach",
         state_bytes=2 if read("optimizer.implementation", "fused") == "fused_opt_states_bf16" else None,
@@ -304,4 +321,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         reshard=read("parallelism.fsdp_reshard_after_forward", RESHARD),
         sequence_parallel=read("parallelism.enable_sequence_parallel", True),
         overlap_stages=read("magi.overlap_stages", -1),
+        flex=read("magi.backend", ("auto", "ffa", "flex")) == "flex",
+        deterministic=read("magi.deterministic", False) or read("debug.deterministic", False),
+        by_02=is_titan_02(),
     )

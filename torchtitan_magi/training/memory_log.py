@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,6 @@ def memory_of_run(
         setup_of(read, model, dims.dp_shard),
         whole_logits=not has_objectives,
         gpu=device_type == "cuda",
-        float32_experts=version("torchtitan").startswith("0.2."),
         cp_per_machine=tuple(machines) if machines else None,
     )
     folder, chosen = Path(job_config.job.dump_folder), setup.checkpointing == AUTO and not setup.keeping

@@ -27,6 +27,14 @@ from torchtitan_magi.training.settings.sections import NEED_A_GPU
             ["debug is true, but mode 'auto'", '"full"'],
         ),
         ("--activation_checkpoint.mode memory_budget", ["compile.enable", "'model'" if IS_0_3 else '"model"']),
+        (
+            "--activation_checkpoint.mode memory_budget --compile.enable --compile.backend eager",
+            ['mode is "memory_budget"', '"inductor" as compile.backend'],
+        ),
+        (
+            "--compile.enable --compile.components models",
+            ["compile.components has 'models'", "'model' and 'loss'"],
+        ),
         ("--magi.dpo.loss ipo", ["magi.dpo.loss is 'ipo', but training.dataset is 'sft'; set that to 'dpo', or leave"]),
         ("--magi.rollouts.on_policy", ["rollouts.on_policy is True, but training.dataset is 'sft'; set that to"]),
         (

@@ -22,7 +22,7 @@ from torchtitan_magi.training.settings.values import check_number
 from torchtitan_magi.wording import quoted, quoted_path
 
 ENTRY = "torchrun -m torchtitan_magi.train"
-
+COMPONENTS = ("model", "loss")  # that torchtitan compiles
 
 NEED_A_GPU = (
     "training.enable_cpu_offload",
@@ -72,6 +72,7 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
     if job_config.validation.enable:
         _check_section(job_config, "validation", titans)
         _check_validation(job_config)
+    _check_compile(job_config.compile)
     _check_checkpointing(job_config.activation_checkpoint, job_config.compile)
     _check_objective(job_config, has_objectives)
 
@@ -84,11 +85,18 @@ def _check_numbers(job_config: Any) -> None:
             check_number(option, value)
 
 
+def _check_compile(section: Any) -> None:
+    """torchtitan takes any word for a component, and compiles nothing then."""
+    if unknown := next((name for name in section.components if name not in COMPONENTS), None):
+        raise ValueError(f"compile.components has {quoted(unknown)}; use one or both of 'model' and 'loss'")
+
+
 def _check_checkpointing(section: Any, compiled: Any) -> None:
-    if section.mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
+    budgets = compiled.enable and "model" in compiled.components and compiled.backend == "inductor"
+    if section.mode == "memory_budget" and not budgets:
         raise ValueError(
             'activation_checkpoint.mode is "memory_budget", which is for compiled models; set compile.enable to true, '
-            'with "model" in compile.components, or mode to "auto"'
+            'with "model" in compile.components and "inductor" as compile.backend, or mode to "auto"'
         )
     by_tensor = section.mode == "auto" or (section.mode == "selective" and section.selective_ac_option == "op")
     if section.debug and by_tensor:
