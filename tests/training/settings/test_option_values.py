@@ -200,6 +200,23 @@ def test_a_layout_that_does_not_fit_the_processes_is_named(line, message, tmp_pa
     assert message in said
 
 
+def warnings_of(path, arguments):
+    from torchtitan_magi.training.settings import sections
+
+    said = []
+    sections.logger.warning = said.append
+    sections.check_sections(read_job(path, "--training.dataset", "c4", *arguments), ["c4"], False)
+    return said
+
+
+def test_a_validation_that_is_not_switched_on_is_said(tmp_path):
+    (tmp_path / "config.toml").write_text(HOOKS)
+    some = ["--validation.dataset", "sft", "--validation.dataset_path", "no.jsonl"]
+    line = "This run validates nothing: validation.enable is false, so dataset_path has no effect"
+    assert call(warnings_of, f"{tmp_path}/config.toml", some) == [line]
+    assert call(warnings_of, f"{tmp_path}/config.toml", []) == []
+
+
 def start_without_torchrun():
     del os.environ["LOCAL_RANK"]
     importlib.import_module(f"{ADAPTER}.trainer").MagiTrainer(None)

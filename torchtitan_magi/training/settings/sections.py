@@ -1,11 +1,12 @@
 """Checks of the sections [training], [validation], [activation_checkpoint] and [profiling]."""
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from torchtitan_magi.training.process.all_ranks import rank_and_size
+from torchtitan_magi.training.process.all_ranks import is_first_rank, rank_and_size
 from torchtitan_magi.training.settings.magi_section import (
     check_options_are_used,
     check_options_for_pairs,
@@ -20,6 +21,8 @@ from torchtitan_magi.training.settings.options import (
 )
 from torchtitan_magi.training.settings.values import check_number
 from torchtitan_magi.wording import quoted, quoted_path
+
+logger = logging.getLogger(__name__)
 
 ENTRY = "torchrun -m torchtitan_magi.train"
 COMPONENTS = ("model", "loss")  # that torchtitan compiles
@@ -72,6 +75,8 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
     if job_config.validation.enable:
         _check_section(job_config, "validation", titans)
         _check_validation(job_config)
+    elif job_config.validation.dataset_path and is_first_rank():
+        logger.warning("This run validates nothing: validation.enable is false, so dataset_path has no effect")
     _check_compile(job_config.compile)
     _check_checkpointing(job_config.activation_checkpoint, job_config.compile)
     _check_objective(job_config, has_objectives)
