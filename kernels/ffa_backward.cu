@@ -233,6 +233,21 @@ DEVICE void in_turn(int* turn, int wanted, int w, bool leader, ADD add) {
   }
 }
 
+// Issues the product of a warpgroup's keys, of K or V in registers or in shared memory, with the rows of a block, as a
+// group of its own.
+template <int COLUMNS, bool IN_REGISTERS>
+DEVICE void keys_by_rows(float (&x)[32], const u32 (&keys_rmem)[16], u32 keys, u32 rows) {
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 16; i++) {
+    if constexpr (IN_REGISTERS)
+      wgmma_rs_rows(x, keys_rmem + 4 * i, moved(rows, i * 32), i > 0);
+    else
+      wgmma_ss<0, 0>(x, moved(keys, i / 4 * kKeyPanel + i % 4 * 32), moved(rows, i / 4 * kRowPanel + i % 4 * 32),
+                     i > 0);
+  }
+  wgmma_commit();
+}
+
 // ---------------------------------------------------------------------------------------- pieces of dQ on their way out
 // Where this lane stores a row of 8 x 8 matrices of a piece of dQ.
 DEVICE u32 row_of_query_grads(u32 grad, int warp, int lane) {
@@ -597,26 +612,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       // The parts of a block's work. Each product is a group of its own.
       auto scores = [&](float(&s_rmem)[32], u32 q_s) {  // S^T
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; i++) {
-          if constexpr (kGradGroup)
-            wgmma_rs_rows(s_rmem, k_rmem + 4 * i, moved(q_s, i * 32), i > 0);
-          else
-            wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32),
-                           moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
-        }
-        wgmma_commit();
+        keys_by_rows<HEAD_DIM, kGradGroup>(s_rmem, k_rmem, k_rows, q_s);
       };
       auto value_scores = [&](float(&dp_rmem)[32], u32 dout_s) {  // dP^T
-#pragma unroll
-        for (int i = 0; i < VALUE_DIM / 16; i++) {
-          if constexpr (kValuesInRegisters)
-            wgmma_rs_rows(dp_rmem, v_rmem + 4 * i, moved(dout_s, i * 32), i > 0);
-          else
-            wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32),
-                           moved(dout_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
-        }
-        wgmma_commit();
+        keys_by_rows<VALUE_DIM, kValuesInRegisters>(dp_rmem, v_rmem, v_rows, dout_s);
       };
       auto value_grads = [&](const u32(&p_rmem)[16], u32 dout_s) {
 #pragma unroll

@@ -128,7 +128,7 @@ def test_attention_takes_what_its_backend_and_its_order_take():
     usual = attention()
     assert attention(flex=True) == attention(flex=True, deterministic=True) == pytest.approx(FLEX * usual)
     assert 1.15 * usual < attention(deterministic=True) < DETERMINISTIC * usual  # of the backward alone
-    assert attention(A100, flex=True) == attention(A100)  # which has no other
+    assert attention(A100, flex=True) == attention(A100, deterministic=True) == attention(A100)  # which has no other
 
 
 def test_a_label_less_token_needs_no_logits():

@@ -22,12 +22,11 @@ def layers_of_stages(
     """
     counted, several = num_layers + first_less + last_less, schedule == LOOPED
     stages = -(-counted // per_stage) if per_stage else pp * (1 + several)
-    if stages % pp or (stages > pp) != several:
-        wanted = f"a multiple of {pp}, of {2 * pp} at least" if several else str(pp)
+    if needed := _needed(stages, pp, schedule):
         raise ValueError(
             f"parallelism.pipeline_parallel_layers_per_stage is {per_stage}, which makes {stages} stages of {counted} "
             f"layers (embedding and output layer count as {first_less} and {last_less}); {quoted(schedule)} needs "
-            f"{wanted}: set it to other than {per_stage}, or leave it out"
+            f"{needed}: set it to other than {per_stage}, or leave it out"
         )
     each, more = divmod(counted, stages)
     if each < max(1, first_less, last_less):
@@ -53,22 +52,24 @@ def layers_of_parts(
     Raises:
         ValueError: one line that names the value and the remedy.
     """
-    option, several = "parallelism.module_fqns_per_model_part", schedule == LOOPED
-    wanted = ["tok_embeddings", *(f"layers.{layer}" for layer in range(num_layers)), "norm", "lm_head"]
-    given = [name for part in parts for name in part]
-    if given != wanted:
-        at = next((at for at, pair in enumerate(zip(given, wanted, strict=False)) if pair[0] != pair[1]), None)
-        if at is None:
-            at = min(len(given), len(wanted))
-        name, due = (quoted(names[at]) if at < len(names) else "nothing more" for names in (given, wanted))
-        raise ValueError(
-            f"{option} has {name} where the model has {due}; name tok_embeddings, layers.0 to layers.{num_layers - 1}, "
-            "norm and lm_head once and in this order, or leave it out"
-        )
-    if len(parts) % pp or (len(parts) > pp) != several:
-        raise ValueError(
-            f"{option} has {len(parts)} stages; {quoted(schedule)} over {pp} ranks needs "
-            f"{f'a multiple of {pp}, of {2 * pp} at least' if several else pp}"
-        )
+    option = "parallelism.module_fqns_per_model_part"
+    names = ["tok_embeddings", *(f"layers.{layer}" for layer in range(num_layers)), "norm", "lm_head"]
+    for pair in itertools.zip_longest(itertools.chain(*parts), names):
+        if pair[0] != pair[1]:
+            given, due = ("nothing more" if name is None else quoted(name) for name in pair)
+            raise ValueError(
+                f"{option} has {given} where the model has {due}; name tok_embeddings, layers.0 to "
+                f"layers.{num_layers - 1}, norm and lm_head once and in this order, or leave it out"
+            )
+    if needed := _needed(len(parts), pp, schedule):
+        raise ValueError(f"{option} has {len(parts)} stages; {quoted(schedule)} over {pp} ranks needs {needed}")
     layers = iter(range(num_layers))
     return tuple(tuple(next(layers) for name in part if name.startswith("layers.")) for part in parts)
+
+
+def _needed(stages: int, pp: int, schedule: str) -> str | None:
+    """How many stages the schedule needs, if it is not so many."""
+    several = schedule == LOOPED
+    if stages % pp == 0 and (stages > pp) == several:
+        return None
+    return f"a multiple of {pp}, of {2 * pp} at least" if several else str(pp)

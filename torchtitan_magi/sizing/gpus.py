@@ -58,9 +58,9 @@ def _slower(kernel: KernelCost, factor: float) -> KernelCost:
 
 
 # Fitted to keeping_*.json, eight_*.json and models_h200.json in benchmarks/results, whose steps are predicted to 15%
-# with them, those of dense models without adapters to 9%: operations per second of a step's matrix products on an H200;
-# what attention takes in a step, where GPUs have to slow down, over what it takes in bursts; seconds that a layer takes
-# in each microbatch beside its work, and that are between steps.
+# with them but for small layers, those of dense models without adapters to 9%: operations per second of a step's matrix
+# products on an H200; what attention takes in a step, where GPUs have to slow down, over what it takes in bursts;
+# seconds that a layer takes in each microbatch beside its work, and that are between steps.
 PRODUCTS, IN_STEPS, OF_LAYER, BETWEEN = 7.0e14, 1.08, 0.003, 0.03
 # Which share of that speed the operations of the gated delta rule's forward have, and how often the time of its forward
 # its backward takes: fitted to the packs of linear_h200.json, with errors of -21 to +14%.

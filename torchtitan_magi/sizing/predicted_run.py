@@ -151,10 +151,9 @@ def _attention_work(setup: Setup, place: Place, chosen: slice = slice(None)) -> 
     """chosen: which packs of ``place``."""
     heads, packs = heads_of_rank(setup.model, setup.tp), place.packs[chosen]
     seconds = place.attention(setup.seq_len, setup.cp, setup.tp, heads)[chosen]
-    if setup.flex and place.gpu.attention == 1:
-        slower = FLEX, FLEX
-    else:
-        slower = 1.0, DETERMINISTIC if setup.deterministic and not setup.flex else 1.0
+    slower = 1.0, DETERMINISTIC if setup.deterministic else 1.0
+    if setup.flex or place.gpu.attention != 1:  # whose attention is by flex_attention already
+        slower = (FLEX if place.gpu.attention == 1 else 1.0,) * 2
     windows, areas = setup.model.windows or (0,) * setup.model.num_attention_layers, np.zeros(len(packs))
     attends, ideal = np.zeros((len(packs), 2)), 0.0
     for window in set(windows):
