@@ -325,8 +325,9 @@ def test_the_shipped_constants_know_wide_heads():
             assert 1e3 * predicted.seconds == pytest.approx(row[way], rel=0.1), row
 
 
-# Not of cp_h200x4_32_32, which was measured before dK and dV of whole tiles were rounded at once.
-@pytest.mark.parametrize("name", ["cp_h200x2", "cp_h200x4", "cp_h200x2_64k", "cp_h200x4_64k", "cp_h200x2_32_32"])
+@pytest.mark.parametrize(
+    "name", ["cp_h200x2", "cp_h200x4", "cp_h200x2_64k", "cp_h200x4_64k", "cp_h200x2_32_32", "cp_h100x4_32_32"]
+)
 def test_the_shipped_constants_predict_the_layers_that_were_measured(name):
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     found = [

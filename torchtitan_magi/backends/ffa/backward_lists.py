@@ -219,8 +219,13 @@ def _usual_order(
 
 @functools.cache
 def choose_heads_per_tile(group: int) -> int:
-    """Query heads that share a backward tile: as many as fill at least 60 of its 64 rows."""
-    return max(d for d in range(1, 9) if group % d == 0 and BACKWARD_ROWS // d * d >= 60)
+    """Query heads that share a backward tile: as many as fill at least 63 of its 64 rows, or else 60.
+
+    Heads 24:4 with three heads for six: 1.04 to 1.05 times as fast at causal 16k, 1.02 in documents of 1k (an H100).
+    """
+    several = [d for d in range(2, 9) if group % d == 0]
+    filled = (d for least in (63, 60) for d in reversed(several) if BACKWARD_ROWS // d * d >= least)
+    return next(filled, 1)
 
 
 def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, groups_per_kv: int) -> int:
