@@ -388,7 +388,7 @@ def describe_run(commit: str | None) -> dict:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 FILES = {
-    2: ("cp_h200x2", "cp_h200x2_64k", "cp_h200x2_32_8", "cp_h200x2_32_8_64k", "cp_h200x2_32_32"),
+    2: ("cp_h200x2", "cp_h200x2_64k", "cp_h200x2_32_8", "cp_h200x2_32_32"),
     4: ("cp_h200x4", "cp_h200x4_64k", "cp_h100x4_32_32"),
 }
 OTHERS = ("all-gather", "all-gather balanced", "ring", "ulysses")
