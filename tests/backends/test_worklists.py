@@ -390,7 +390,9 @@ def test_tiles_stay_whole_where_each_query_head_has_its_own_keys() -> None:
     assert not lists_of(AttnSlices([]), 0, 16384, 8, 8).sizes.backward.is_split
 
 
-@pytest.mark.parametrize(("group", "heads"), [(1, 1), (4, 4), (5, 5), (6, 3), (7, 7), (8, 8), (11, 1), (12, 4), (16, 8)])
+@pytest.mark.parametrize(
+    ("group", "heads"), [(1, 1), (4, 4), (5, 5), (6, 3), (7, 7), (8, 8), (11, 1), (12, 4), (16, 8)]
+)
 def test_heads_share_a_backward_tile_that_they_fill(group: int, heads: int) -> None:
     assert backward_lists.choose_heads_per_tile(group) == heads
 

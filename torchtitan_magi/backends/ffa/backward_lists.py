@@ -221,7 +221,8 @@ def _usual_order(
 def choose_heads_per_tile(group: int) -> int:
     """Query heads that share a backward tile: as many as fill at least 63 of its 64 rows, or else 60.
 
-    Heads 24:4 with three heads for six: 1.04 to 1.05 times as fast at causal 16k, 1.02 in eight documents of 8k (an H100).
+    Heads 24:4 with three heads for six: 1.04 to 1.05 times as fast at causal 16k, 1.02 in eight documents of 8k (one
+    H100).
     """
     several = [d for d in range(2, 9) if group % d == 0]
     filled = (d for least in (63, 60) for d in reversed(several) if BACKWARD_ROWS // d * d >= least)
