@@ -58,7 +58,7 @@ CASES = {  # steps of each run, and what layers keep
     ),
     "packs of 128k over 2, 16 layers": (
         _case(16, 131072, 2), 8,
-        (AUTO, "inputs", "14 attention, 2 all", "13 products offloaded, 3 all",
+        (AUTO, "inputs", "14 attention, 2 all", "8 products among 8 products offloaded", "13 products offloaded, 3 all",
          "4 all offloaded, 12 attention offloaded", "products",
          "2 products, 1 all offloaded, 2 products, 4 all offloaded among 7 all"),
     ),
