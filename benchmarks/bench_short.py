@@ -32,7 +32,7 @@ from torchtitan_magi.calibrate import gpu_ms, start_rank
 from torchtitan_magi.planning.cost_model import Heads
 
 LAYERS, HIDDEN, FEED_FORWARD, HEADS, HEAD_DIM = 8, 8192, 28672 // 8, (8, 1), 128
-TOKENS = 1024, 2048, 4096
+TOKENS = 1024, 2048
 QUEUED = 60_000_000  # cycles, in which all launches of a run happen
 REPEATS = 20
 

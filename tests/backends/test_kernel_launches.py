@@ -75,7 +75,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(launch, "_make_context", lambda device: None)
     addresses = itertools.cycle(row.data_ptr() for row in counters)
     monkeypatch.setattr(launch, "_counters", lambda device: (addresses, counters))
-    caches = launch.load, launch.maps_over, rows._kernel
+    caches = launch.load, launch.maps_over, rows._kernel, rows._sums_launch, rows._rounding
     for cache in caches:
         cache.cache_clear()
     yield recorder
@@ -463,16 +463,32 @@ def test_the_end_of_a_backward_that_rounded_its_gradients(recorder):
 def test_an_end_with_nothing_to_send_or_to_add(recorder):
     dq, dkv = torch.randn(TOKENS, HEADS_Q, DIM), torch.randn(TOKENS, ROW)
     rounded = torch.empty(dq.shape, dtype=torch.bfloat16)
-    MOVER.round(dq, SHAPE, 0.25, rounded)
-    MOVER.round_keys(dkv, SHAPE, torch.bfloat16)
-    queries, keys = (launched.params for launched in recorder.launches)
-    assert [params.started for params in (queries, keys)] == [None] * 2
-    assert [params.returned.num_tokens for params in (queries, keys)] == [0] * 2
-    assert (queries.dq_units, queries.dkv_units, queries.dq_to) == (dq.numel() // 8, 0, rounded.data_ptr())
-    assert (queries.softmax_scale, keys.dq_units, keys.dkv_units) == (0.25, 0, dkv.numel() // 8)
+    dk, dv = MOVER.round_keys(dkv, SHAPE, torch.bfloat16)
+    assert MOVER.round(dq, (dk, dv), SHAPE, 0.25, rounded) == (dk, dv)
+    of_both = MOVER.round(dq, dkv, SHAPE, 0.5, rounded)
+    keys, queries, both = (launched.params for launched in recorder.launches)
+    assert [params.started for params in (keys, queries, both)] == [None] * 3
+    assert [params.returned.num_tokens for params in (keys, queries, both)] == [0] * 3
+    units, key_units = dq.numel() // 8, dkv.numel() // 8
+    assert (keys.dq_units, keys.dkv_units, keys.dkv, keys.dk_to) == (0, key_units, dkv.data_ptr(), dk.data_ptr())
+    assert (queries.dq_units, queries.dkv_units, queries.dq_to) == (units, 0, rounded.data_ptr())
+    assert (both.dq_units, both.dkv_units, both.dq_to, both.dkv) == (units, key_units, queries.dq_to, keys.dkv)
+    assert [both.dk_to, both.dv_to] == [x.data_ptr() for x in of_both]
+    assert (queries.softmax_scale, both.softmax_scale) == (0.25, 0.5)
+    assert [x.shape for x in (dk, dv, *of_both)] == [(TOKENS, HEADS, DIM)] * 4
     empty = torch.empty(0, HEADS_Q, DIM)
-    MOVER.round(empty, SHAPE, 0.25, empty.bfloat16())
-    assert len(recorder.launches) == 2
+    MOVER.round(empty, (dk, dv), SHAPE, 0.25, empty.bfloat16())
+    assert len(recorder.launches) == 3
+
+
+def test_only_large_sums_lie_in_the_memory_of_the_rounded_dq(mask, monkeypatch):
+    k, v, spare = *tensors(HEADS, HEADS), torch.empty(TOKENS, 2 * HEADS_Q, DIM, dtype=torch.bfloat16)
+    monkeypatch.setattr(ATTN, "adds_keys", lambda mask: True, raising=False)
+    assert ATTN.key_sums(mask, k, v, spare).data_ptr() != spare.data_ptr()
+    monkeypatch.setattr("torchtitan_magi.backends.ffa.block_attn.LARGE_SUMS", 0)
+    sums = ATTN.key_sums(mask, k, v, spare)
+    assert (sums.data_ptr(), sums.shape, sums.dtype) == (spare.data_ptr(), (TOKENS, ROW), torch.float32)
+    assert ATTN.key_sums(mask, k, v, spare[:1]).data_ptr() != spare.data_ptr()
 
 
 def test_more_units_than_kernels_count_are_refused(recorder):
@@ -481,7 +497,7 @@ def test_more_units_than_kernels_count_are_refused(recorder):
     with pytest.raises(ValueError, match=rf"gradient: {1 << 32}; the ffa kernels count to"):
         MOVER.round_keys(half, in_flight.RowShape(1, 8, 8), torch.bfloat16)
     with pytest.raises(ValueError, match="the ffa kernels count to"):
-        MOVER.round(half.unflatten(1, (2, 8)), SHAPE, 1.0, half)
+        MOVER.round(half.unflatten(1, (2, 8)), (half, half), SHAPE, 1.0, half)
     index = [None, torch.empty((1 << 31) + 1, device="meta"), torch.empty(0, device="meta")]
     returned = in_flight.Returned(half.bfloat16(), index, None, in_flight.Arrival(lambda: None))
     with pytest.raises(ValueError, match="the ffa kernels count to"):

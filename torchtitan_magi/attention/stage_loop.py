@@ -182,8 +182,7 @@ def _backward_of_latents(
     assert returned is not None
     bound.mover.add(returned, dlatents)
     rounded = torch.empty_like(q, memory_format=torch.contiguous_format)
-    bound.mover.round(dq, shape, softmax_scale, rounded)
-    dk, dv = bound.mover.round_keys(own, shape, k.dtype) if isinstance(own, Tensor) else own
+    dk, dv = bound.mover.round(dq, own, shape, softmax_scale, rounded)
     return LayerGrads(rounded, dk, dv, None, dlatents.to(latents.rows.dtype), dweight.to(latents.weight.dtype))
 
 
@@ -192,22 +191,23 @@ def _backward_alone(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_backward_in_stages` of a rank that has all its keys.
 
-    Where the kernel sums dk and dv up in float32, the sums lie in the memory of the rounded dq if they fit there. So
-    they are rounded to dk and dv before dq is.
+    Where the kernel sums dk and dv up in float32, large sums lie in the memory of the rounded dq if they fit there.
+    Then they are rounded to dk and dv before dq is.
     """
     (stage,), (q, k, v, softmax_scale, *_), (out, lse, dout, dlse) = bound.backward, layer, result
     dq = torch.empty(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    shape, rounded = RowShape.of(k, v), dq.new_empty(q.shape, dtype=q.dtype)
+    shape, rounded = RowShape.of(k, v), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sums = bound.block_attn.key_sums(stage.mask, k, v, rounded)
     marks = bound.block_attn.marks(stage.mask, k, v)
     zeros = tuple(x for x in (dq if marks is None else marks, sums) if x is not None)
     bound.mover.sum(RowSums(out, dout, delta, zeros, dlse))
     inputs, out_grads = layer.of_stage(stage.mask, k, v), OutGrads(dout, lse, delta)
+    dkv: KeysAndValues
     if sums is None:
-        dk, dv = dq.new_empty(k.shape, dtype=k.dtype), dq.new_empty(v.shape, dtype=v.dtype)
-        bound.block_attn.backward(inputs, out_grads, Gradients(dq, (dk, dv), marks=marks))
+        dkv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     else:
-        bound.block_attn.backward(inputs, out_grads, Gradients(dq, sums, True, marks))
-        dk, dv = bound.mover.round_keys(sums, shape, k.dtype)
-    bound.mover.round(dq, shape, softmax_scale, rounded)
-    return rounded, dk, dv
+        dkv = sums
+    bound.block_attn.backward(inputs, out_grads, Gradients(dq, dkv, sums is not None, marks))
+    if sums is not None and sums.data_ptr() == rounded.data_ptr():
+        dkv = bound.mover.round_keys(sums, shape, k.dtype)
+    return rounded, *bound.mover.round(dq, dkv, shape, softmax_scale, rounded)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.in_flight import (
+    KeysAndValues,
     LeftGrads,
     Piece,
     Places,
@@ -52,8 +53,14 @@ class RowMover(Protocol):
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows to grad [T, width], for each token in the order of the ranks, when they are there."""
 
-    def round(self, dq: Tensor, shape: RowShape, softmax_scale: float, out: Tensor) -> None:
-        """What the block attention left in dq [T, Hq, D], times the scale, to out; shape: of k and v."""
+    def round(
+        self, dq: Tensor, dkv: KeysAndValues, shape: RowShape, softmax_scale: float, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the block attention left in dq [T, Hq, D], times the scale, to out; shape: of k and v.
+
+        Returns:
+            dk and dv, as `round_keys` makes them of dkv [T, width] unless they are given.
+        """
 
     def round_keys(self, dkv: Tensor, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk [T, H, D] and dv [T, H, Dv] of dkv [T, width], in `dtype`."""
@@ -110,9 +117,12 @@ class TorchRowMover:
         for rows, values in zip(returned.row_index[0].split(splits), returned.rows.split(splits), strict=True):
             grad.index_add_(0, rows, values.to(grad.dtype))
 
-    def round(self, dq: Tensor, shape: RowShape, softmax_scale: float, out: Tensor) -> None:
-        """dq [T, Hq, D] times the scale, to out."""
+    def round(
+        self, dq: Tensor, dkv: KeysAndValues, shape: RowShape, softmax_scale: float, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """dq [T, Hq, D] times the scale, to out; dk and dv."""
         out.copy_(dq * softmax_scale)
+        return self.round_keys(dkv, shape, out.dtype) if isinstance(dkv, Tensor) else dkv
 
     def round_keys(self, dkv: Tensor, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk [T, H, D] and dv [T, H, Dv], contiguous."""

@@ -19,6 +19,8 @@ from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, keys_and_values
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, forward_rows, is_wide
 
+LARGE_SUMS = 32 << 20  # bytes of sums of dk and dv that are worth a launch more to do without
+
 
 class FfaBlockAttn:
     """Attention of one stage's queries over its K/V rows with our Hopper kernel; see `interface.BlockAttn`.
@@ -103,7 +105,7 @@ class FfaBlockAttn:
         else:
             dtype = torch.float32 if more else q.dtype
             out = torch.empty(*q.shape[:2], v.shape[2], dtype=dtype, device=q.device)
-            lse = earlier[1] if earlier else out.new_empty(s.num_q, s.num_heads_q, dtype=torch.float32)
+            lse = earlier[1] if earlier else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         params = prepared.params
         params.lse, params.counter = lse.data_ptr(), launch.next_counter(prepared.device)
         _set_scales(params, softmax_scale, softcap)
@@ -310,20 +312,21 @@ class FfaBlockAttn:
             return None
         of_queries, of_keys = _semaphore_counts(mask.sizes)
         count = of_queries + of_keys * b.deterministic
-        return torch.empty(-(-count // 8) * 8, dtype=torch.float32, device=mask.words.device)
+        return torch.empty(-(-count // 8) * 8, dtype=torch.float32, device=k.device)
 
     def adds_keys(self, mask: DeviceLists) -> bool:
         """Whether tiles of keys are split, so that the backward adds to sums of dk and dv."""
         return mask.sizes.backward.is_split
 
     def key_sums(self, mask: DeviceLists, k: Tensor, v: Tensor, spare: Tensor) -> Tensor | None:
-        """Memory for sums of dk and dv, float32 [Tk, width], in `spare` if they fit; None where tiles stay whole."""
+        """Memory for sums of dk and dv, float32 [Tk, width], where large in `spare` if they fit; None where tiles stay
+        whole."""
         if not self.adds_keys(mask):
             return None
         shape = k.shape[0], RowShape.of(k, v).width
         count = shape[0] * shape[1]
-        if spare.nbytes < 4 * count:
-            return k.new_empty(shape, dtype=torch.float32)
+        if not LARGE_SUMS < 4 * count <= spare.nbytes:
+            return torch.empty(shape, dtype=torch.float32, device=k.device)
         return spare.flatten().view(torch.float32)[:count].view(shape)
 
 

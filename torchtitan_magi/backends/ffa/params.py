@@ -1,6 +1,7 @@
 """What our kernels take: compile-time variants, parameter structs, sizes that they can count."""
 
 import ctypes
+import functools
 import math
 
 import torch
@@ -82,6 +83,7 @@ STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2  # BackwardParams.store: how dk a
 DIMS = (64, 64), (128, 128), (192, 128), (192, 192), (256, 256)
 
 
+@functools.cache
 def padded_dims(head_dim: int, value_dim: int | None = None) -> tuple[int, int]:
     """The smallest of DIMS that holds `head_dim` columns of q and k and `value_dim` of v (default: as many).
 

@@ -7,6 +7,7 @@ Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim, 
 import ctypes
 import functools
 from threading import get_ident
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from torchtitan_magi.backends.ffa.params import check_count, has_wide_values, pa
 from torchtitan_magi.cuda import launch
 from torchtitan_magi.exchange.in_flight import (
     MAX_PEERS,
+    KeysAndValues,
     LeftGrads,
     Piece,
     Places,
@@ -144,11 +146,10 @@ class CudaRowMover:
 
     def sum(self, sums: RowSums) -> None:
         """delta = rowsum(out * dout) - dlse of bf16 or fp16, and the zeros; sizes are multiples of 8."""
-        row_sums, blocks = _row_sums(sums)
-        _alive = _aim_sums(row_sums, sums)
-        if blocks:
-            kernel = _kernel("gather_rows", sums.out.dtype)
-            kernel(sums.out.device.index, blocks, _GatherParams(sums=row_sums))
+        out = sums.out
+        prepared = _sums_launch(get_ident(), out.device, out.dtype, out.shape, *map(Tensor.numel, sums.zeros))
+        _alive = _aim_sums(prepared.params.sums, sums)
+        prepared()
 
     def sink_grads(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         """-sum over tokens of exp(sinks - lse) * delta, fp32 [Hq], in a fixed order; lse and delta fp32 [T, Hq].
@@ -187,23 +188,30 @@ class CudaRowMover:
             blocks = min(-(-_units(rows.num_tokens * grad.stride(0)) // (_WARPS * 32)), _MAX_BLOCKS)
             kernel(grad.device.index, blocks, _AddParams(rows, grad.data_ptr()))
 
-    def round(self, dq: Tensor, shape: RowShape, softmax_scale: float, out: Tensor) -> None:
-        """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits)."""
+    def round(
+        self, dq: Tensor, dkv: KeysAndValues, shape: RowShape, softmax_scale: float, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits).
+
+        Returns:
+            dk and dv, as `round_keys` makes them of dkv [T, width] unless they are given.
+        """
         assert dq.is_contiguous()
-        rounding = _finish_launch(_finish_kernel(shape, out.dtype), dq.device, dq.numel(), 0, NO_ROW)
-        rounding.params.dq, rounding.params.dq_to = dq.data_ptr(), out.data_ptr()
-        rounding.params.softmax_scale = softmax_scale
+        sums = dkv if isinstance(dkv, Tensor) else None
+        count = 0 if sums is None else sums.numel()
+        rounding = _rounding(get_ident(), dq.device, shape, out.dtype, dq.numel(), count)
+        params = rounding.params
+        params.dq, params.dq_to, params.softmax_scale = dq.data_ptr(), out.data_ptr(), softmax_scale
+        both = _aim_keys(params, sums, shape, out.dtype) if sums is not None else dkv
         rounding()
+        return both  # type: ignore[return-value]
 
     def round_keys(self, dkv: Tensor, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk [T, H, D] and dv [T, H, Dv] of dkv [T, width], fp32 and contiguous, in `dtype`."""
-        assert dkv.is_contiguous()
-        dk, dv = _new_keys_and_values(dkv, dkv.shape[0], shape, dtype)
-        rounding = _finish_launch(_kernel("finish_grads", dtype), dkv.device, 0, dkv.numel(), shape)
-        params = rounding.params
-        params.dkv, params.dk_to, params.dv_to = dkv.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        rounding = _rounding(get_ident(), dkv.device, shape, dtype, 0, dkv.numel())
+        both = _aim_keys(rounding.params, dkv, shape, dtype)
         rounding()
-        return dk, dv
+        return both
 
     def finish(self, returned: Returned, left: LeftGrads) -> tuple[Tensor, Tensor, Tensor]:
         """dq [T, Hq, D] as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of the first T rows of dkv, all in
@@ -281,15 +289,39 @@ def _gather_launch(k: Tensor, v: Tensor, num_rows: int, to: Places, sums: RowSum
         num_rows, num_heads, head_dim // units, value_dim // units, blocks,
     )  # fmt: skip
     if sums is not None:
-        params.sums, sums_blocks = _row_sums(sums)
+        params.sums, sums_blocks = _row_sums(sums.out.shape, *map(Tensor.numel, sums.zeros))
         blocks += sums_blocks
     return launch.Launch(_kernel("gather_rows", k.dtype), k.device.index, blocks, (), params)
 
 
-def _row_sums(sums: RowSums) -> tuple[_RowSums, int]:
-    """Kernel parameters without addresses, and the number of blocks."""
-    num_q, num_heads, value_dim = sums.out.shape
-    num_zero, num_more_zero = sums.zeros[0].numel(), sum(zero.numel() for zero in sums.zeros[1:])
+@functools.lru_cache(maxsize=256)
+def _sums_launch(
+    thread: int, device: torch.device, dtype: torch.dtype, shape: torch.Size, num_zero: int, num_more_zero: int = 0
+) -> launch.Launch:
+    """`CudaRowMover.sum` of this thread for an out of this shape."""
+    row_sums, blocks = _row_sums(shape, num_zero, num_more_zero)
+    return launch.Launch(_kernel("gather_rows", dtype), device.index, blocks, (), _GatherParams(sums=row_sums))
+
+
+@functools.lru_cache(maxsize=256)
+def _rounding(
+    thread: int, device: torch.device, shape: RowShape, dtype: torch.dtype, num_dq: int, num_dkv: int
+) -> launch.Launch:
+    """`_finish_launch` of this thread for gradients that stay on this rank."""
+    return _finish_launch(_finish_kernel(shape, dtype), device, num_dq, num_dkv, shape)
+
+
+def _aim_keys(params: Any, dkv: Tensor, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dk and dv, to which a launch will round dkv."""
+    assert dkv.is_contiguous()
+    dk, dv = _new_keys_and_values(dkv, dkv.shape[0], shape, dtype)
+    params.dkv, params.dk_to, params.dv_to = dkv.data_ptr(), dk.data_ptr(), dv.data_ptr()
+    return dk, dv
+
+
+def _row_sums(shape: torch.Size, num_zero: int, num_more_zero: int = 0) -> tuple[_RowSums, int]:
+    """Kernel parameters without addresses, and the number of blocks; shape: of out."""
+    num_q, num_heads, value_dim = shape
     params = _RowSums(num_rows=num_q * num_heads, num_zero=num_zero, num_more_zero=num_more_zero, value_dim=value_dim)
     threads = max(_THREADS_PER_ROW * params.num_rows, (num_zero + num_more_zero) // _ELEMENTS)
     return params, -(-threads // (_WARPS * 32))
@@ -299,7 +331,9 @@ def _aim_sums(params: _RowSums, sums: RowSums) -> tuple[Tensor, ...]:
     """Sets the addresses; returns the tensors that must live until the launch."""
     assert sums.out.dtype == sums.dout.dtype
     assert sums.delta.dtype == torch.float32
-    out, dout = sums.out.contiguous(), launch.copyable(sums.dout).contiguous()
+    out, dout = sums.out.contiguous(), sums.dout.contiguous()
+    if dout.data_ptr() % 16:
+        dout = dout.clone()
     params.out, params.dout, params.delta = out.data_ptr(), dout.data_ptr(), sums.delta.data_ptr()
     params.zero = sums.zeros[0].data_ptr()
     if len(sums.zeros) > 1:
@@ -344,9 +378,6 @@ def _finish_launch(
     return launch.Launch(kernel, device.index, blocks, (), params)
 
 
-NO_ROW = RowShape(1, _ELEMENTS, _ELEMENTS)  # where there are no rows
-
-
 def _finish_kernel(
     shape: RowShape, dtype: torch.dtype, wire: torch.dtype | None = None, is_rounded: bool = False
 ) -> launch.Kernel:
@@ -357,8 +388,8 @@ def _finish_kernel(
 
 def _new_keys_and_values(like: Tensor, rows: int, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     num_heads, head_dim, value_dim = shape
-    dk, dv = (like.new_empty(rows, num_heads, dim, dtype=dtype) for dim in (head_dim, value_dim))
-    return dk, dv
+    dk = torch.empty(rows, num_heads, head_dim, dtype=dtype, device=like.device)
+    return dk, torch.empty(rows, num_heads, value_dim, dtype=dtype, device=like.device)
 
 
 def _finish_blocks(units: int) -> int:
