@@ -208,7 +208,7 @@ def run_ours(
         dks.append(dk)
         dvs.append(dv)
     rounded = torch.empty_like(q, memory_format=torch.contiguous_format)
-    mover.round(dq, row, case.softmax_scale, rounded)
+    mover.round(dq, (q, q), row, case.softmax_scale, rounded)  # no sums of dk and dv
     results = {"out": out, "lse": lse, "dq": rounded, "dk": torch.cat(dks), "dv": torch.cat(dvs)}
     if extras.sinks is not None:
         results["dsinks"] = mover.sink_grads(extras.sinks.float(), lse, delta)

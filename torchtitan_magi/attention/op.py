@@ -111,7 +111,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, *options: Any) -> tuple[T
 
 
 @torch.library.impl(_library, "cp_varlen_attn_backward", "CompositeExplicitAutograd")
-def _(
+def _run_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float,
     sinks: Tensor | None = None, softcap: float = 0.0, dlse: Tensor | None = None, latents: Tensor | None = None,
     weight: Tensor | None = None,
@@ -204,6 +204,8 @@ def _(
     softcap: float = 0.0, latents: Tensor | None = None, weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_transforms(q, k, v, sinks, latents, weight)
+    if not torch.is_grad_enabled() and not is_watched(q):  # a compiler's graph, which has both ops
+        return forward(bound_plan_of(handle), _layer(q, k, v, softmax_scale, sinks, softcap, latents, weight))
     return _apply_attention(q, k, v, handle, softmax_scale, sinks, softcap, latents, weight)
 
 
@@ -211,6 +213,8 @@ def _(
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments if isinstance(x, Tensor)):
         raise RuntimeError("attention has no second derivatives; take its gradients without create_graph")
+    if not is_watched(arguments[0]):
+        return _run_backward(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return attention_backward_op(*arguments)
 
