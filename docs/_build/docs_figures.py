@@ -29,6 +29,7 @@ OWNERS = (
     "bench_models",
     "bench_plan",
     "bench_train",
+    "bench_short",
     "bench_trees",
     "bench_versions",
     "eight",
