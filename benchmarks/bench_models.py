@@ -109,6 +109,7 @@ dataset_path = "{folder}/documents.jsonl"
 local_batch_size = 1
 global_batch_size = {packs}
 seq_len = {tokens}
+dtype = "{dtype}"
 [parallelism]
 context_parallel_degree = {cp}
 expert_parallel_degree = {ep}
@@ -136,6 +137,7 @@ class Case:
     rank: int = 0
     packs: int = 1
     one_document: bool = False  # that fills each pack
+    dtype: str = "float32"  # of weights and the optimizer's states
     gpus: int = 1
     cp: int = 1
     ep: int = 1
