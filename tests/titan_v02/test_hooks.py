@@ -117,6 +117,14 @@ def test_the_stock_entry_point_names_ours():
         ("--fault_tolerance.enable", ["fault_tolerance.enable is true, but this Trainer does without torchft; leave"]),
         ("--memory_estimation.enable", ["memory_estimation.enable is true", "ask torchtitan-magi size"]),
         ("--optimizer.early_step_in_backward", ["before gradients are clipped; leave it out"]),
+        (
+            "--quantize.linear.float8.recipe_name rowwise",
+            ["[quantize.linear.float8] is set", "nothing is quantized: model.converters is []; add", "or leave"],
+        ),
+        (
+            "--quantize.grouped_mm.mx.fqns experts --model.converters quantize.linear.float8",
+            ["[quantize.grouped_mm.mx] is set", "is ['quantize.linear.float8']; add \"quantize.grouped_mm.mx\""],
+        ),
     ],
 )
 def test_what_only_torchtitan_0_3_has_is_named(arguments, messages):

@@ -144,6 +144,7 @@ def test_experts_without_tokens_train_and_are_counted():
     options = ["--debug.moe_force_load_balance", "--training.steps", "2"]
     balanced = moe(LAYOUTS["cp2_ep2"], *options)
     assert expert_load(balanced) == [[1.0, 1.0, 0.0]] * 2
+    assert balanced.output.count("learns nothing of routing: debug.moe_force_load_balance is true") == 1
     two = moe(LAYOUTS["cp2_ep2"], *options, setup=send_all_tokens_to_two_experts)
     assert expert_load(two) == [[2.0, 2.0, 4.0]] * 2
     assert "idle_experts: 4" in two.output

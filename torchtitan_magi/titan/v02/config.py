@@ -6,6 +6,7 @@ It needs real types here, so this file has no ``from __future__ import annotatio
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -20,6 +21,8 @@ from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.wording import quoted
 
 HOOK = "torchtitan_magi.titan"
+# torchtitan's converters, and the sections that they read
+QUANTIZERS = tuple(f"quantize.{what}.{how}" for what in ("linear", "grouped_mm") for how in ("float8", "mx"))
 
 
 @dataclass
@@ -64,7 +67,8 @@ def _check_hooks(job_config: Any) -> None:
 
 
 def _check_is_heard(job_config: Any) -> None:
-    """Raises ValueError for options of other programs than torchtitan's Trainer, and one that its clipping undoes."""
+    """Raises ValueError for options of other programs than torchtitan's Trainer, of converters that do not run, and one
+    that its clipping undoes."""
     for section, option, why in (
         ("fault_tolerance", "enable", "this Trainer does without torchft; leave it out"),
         ("memory_estimation", "enable", "this command trains; leave it out, and ask torchtitan-magi size"),
@@ -72,6 +76,14 @@ def _check_is_heard(job_config: Any) -> None:
     ):
         if getattr(getattr(job_config, section), option):
             raise ValueError(f"{section}.{option} is true, but {why}")
+    converters = job_config.model.converters
+    for name in QUANTIZERS if set(converters) <= set(QUANTIZERS) else ():  # others may read what they like
+        section = attrgetter(name)(job_config)
+        if name not in converters and section != type(section)():
+            raise ValueError(
+                f'[{name}] is set, but nothing is quantized: model.converters is {converters}; add "{name}", or leave '
+                "the section out"
+            )
 
 
 def _check_model(attn_types: dict[str, str], job_config: Any) -> None:

@@ -77,6 +77,10 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
         _check_validation(job_config)
     elif job_config.validation.dataset_path and is_first_rank():
         logger.warning("This run validates nothing: validation.enable is false, so dataset_path has no effect")
+    if job_config.debug.moe_force_load_balance and is_first_rank():
+        logger.warning(
+            "This run learns nothing of routing: debug.moe_force_load_balance is true, so tokens go to experts in turn"
+        )
     _check_compile(job_config.compile)
     _check_checkpointing(job_config.activation_checkpoint, job_config.compile)
     _check_objective(job_config, has_objectives)
