@@ -125,6 +125,10 @@ def test_the_stock_entry_point_names_ours():
             "--quantize.grouped_mm.mx.fqns experts --model.converters quantize.linear.float8",
             ["[quantize.grouped_mm.mx] is set", "is ['quantize.linear.float8']; add \"quantize.grouped_mm.mx\""],
         ),
+        (
+            "--model.converters quantize.grouped_mm.float8",
+            ["quantize.grouped_mm.float8.fqns is []", "take it out of model.converters"],
+        ),
     ],
 )
 def test_what_only_torchtitan_0_3_has_is_named(arguments, messages):

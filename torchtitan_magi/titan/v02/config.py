@@ -76,10 +76,21 @@ def _check_is_heard(job_config: Any) -> None:
     ):
         if getattr(getattr(job_config, section), option):
             raise ValueError(f"{section}.{option} is true, but {why}")
+    _check_quantizers(job_config)
+
+
+def _check_quantizers(job_config: Any) -> None:
+    """Raises ValueError for options of converters that do not run, and for one without modules to convert."""
     converters = job_config.model.converters
-    for name in QUANTIZERS if set(converters) <= set(QUANTIZERS) else ():  # others may read what they like
+    are_known = set(converters) <= set(QUANTIZERS)  # others may read what they like
+    for name in QUANTIZERS:
         section = attrgetter(name)(job_config)
-        if name not in converters and section != type(section)():
+        if name in converters and not getattr(section, "fqns", True):
+            raise ValueError(
+                f"{name}.fqns is [], so that this converter quantizes nothing; name modules, such as "
+                '"experts", or take it out of model.converters'
+            )
+        if name not in converters and are_known and section != type(section)():
             raise ValueError(
                 f'[{name}] is set, but nothing is quantized: model.converters is {converters}; add "{name}", or leave '
                 "the section out"
