@@ -11,27 +11,25 @@ apart, as much of the host shows. Attention is ours, varlen_attn of torch, or q 
 as torch runs them or compiled one by one, as torchtitan compiles them. All take turns in one process.
 """
 
-import random
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_cp import attend_by, bind, describe_run
+from bench_cp import HEAD_DIM, LAYERS, attend_by, bind, describe_run, host_us, once_ms, take_turns
 from bench_kernel import eight_documents
 from figures import parts, recording_parser, save, table, thousands
 from rivals import ATTENTIONS, Case
 from torch import Tensor, nn
 
 from torchtitan_magi import make_plan, varlen_causal
-from torchtitan_magi.calibrate import gpu_ms, start_rank
+from torchtitan_magi.calibrate import start_rank
 from torchtitan_magi.planning.cost_model import Heads
 
-LAYERS, HIDDEN, FEED_FORWARD, HEADS, HEAD_DIM = 8, 8192, 28672 // 8, (8, 1), 128
+HIDDEN, FEED_FORWARD, HEADS = 8192, 28672 // 8, (8, 1)
 TOKENS = 1024, 2048
 QUEUED = 60_000_000  # cycles, in which all launches of a run happen
 REPEATS = 20
@@ -94,30 +92,17 @@ def step_of(attend: Attend, tokens: int, compiled: bool) -> Callable[[], object]
     return step
 
 
-def host_ms(run: Callable[[], object]) -> float:
-    """Of issuing a run while the GPU is busy."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(QUEUED)
-    start = time.perf_counter()
-    run()
-    return 1e3 * (time.perf_counter() - start)
-
-
 def measure(tokens: int, compiled: bool) -> list[dict[str, Any]]:
     """A row for each attention."""
     steps = {name: step_of(attend, tokens, compiled) for name, attend in attentions(eight_documents(tokens)).items()}
-    ways: dict[str, Callable[[Callable[[], object]], float]] = {
-        "queued_ms": lambda run: gpu_ms(run, QUEUED), "from_idle_ms": lambda run: gpu_ms(run, 0), "host_ms": host_ms,
-    }  # fmt: skip
-    times: dict[tuple[str, str], list[float]] = {(name, way): [] for name in steps for way in ways}
-    for repeat in range(REPEATS + 3):
-        for name in random.sample(list(steps), len(steps)):
-            for way, figure in ways.items():
-                ms = figure(steps[name])
-                if repeat >= 3:
-                    times[name, way].append(ms)
+    queued, from_idle = (take_turns(steps, REPEATS, partial(once_ms, queued=queued)) for queued in (QUEUED, 0))
+    host = take_turns(steps, REPEATS, host_us)
     row = {"tokens": tokens, "layers": "compiled" if compiled else "as torch runs them"}
-    return [row | {"impl": name} | {way: statistics.median(times[name, way]) for way in ways} for name in steps]
+    return [
+        row | {"impl": name, "queued_ms": queued[name], "from_idle_ms": from_idle[name],
+               "host_ms": LAYERS * host[name] / 1e3}
+        for name in steps
+    ]  # fmt: skip
 
 
 def short_table(found: dict[str, Any]) -> str:

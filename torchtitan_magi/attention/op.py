@@ -199,14 +199,16 @@ def check_transforms(*maybe: Tensor | None) -> None:
 
 
 @torch.library.impl(_library, "cp_varlen_attn", "Autograd")
-def _(
+def _attend(
     q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None = None,
     softcap: float = 0.0, latents: Tensor | None = None, weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_transforms(q, k, v, sinks, latents, weight)
-    if not torch.is_grad_enabled() and not is_watched(q):  # a compiler's graph, which has both ops
-        return forward(bound_plan_of(handle), _layer(q, k, v, softmax_scale, sinks, softcap, latents, weight))
-    return _apply_attention(q, k, v, handle, softmax_scale, sinks, softcap, latents, weight)
+    inputs = q, k, v, sinks, latents, weight
+    check_transforms(*inputs)
+    differentiates = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if differentiates or is_watched(q):
+        return _apply_attention(q, k, v, handle, softmax_scale, sinks, softcap, latents, weight)
+    return forward(bound_plan_of(handle), _layer(q, k, v, softmax_scale, sinks, softcap, latents, weight))
 
 
 @torch.library.impl(_library, "cp_varlen_attn_backward", "Autograd")
@@ -227,8 +229,4 @@ def attend(
     options = softmax_scale, sinks, softcap, latents, weight
     if torch.compiler.is_compiling() or is_watched(q):
         return attention_op(q, k, v, handle.tensor, *options)
-    inputs = q, k, v, sinks, latents, weight
-    check_transforms(*inputs)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _apply_attention(q, k, v, handle.tensor, *options)
-    return forward(handle.bound_plan, _layer(q, k, v, *options))
+    return _attend(q, k, v, handle.tensor, *options)

@@ -197,14 +197,14 @@ class CudaRowMover:
             dk and dv, as `round_keys` makes them of dkv [T, width] unless they are given.
         """
         assert dq.is_contiguous()
-        sums = dkv if isinstance(dkv, Tensor) else None
-        count = 0 if sums is None else sums.numel()
-        rounding = _rounding(get_ident(), dq.device, shape, out.dtype, dq.numel(), count)
+        num_dkv = dkv.numel() if isinstance(dkv, Tensor) else 0
+        rounding = _rounding(get_ident(), dq.device, shape, out.dtype, dq.numel(), num_dkv)
         params = rounding.params
         params.dq, params.dq_to, params.softmax_scale = dq.data_ptr(), out.data_ptr(), softmax_scale
-        both = _aim_keys(params, sums, shape, out.dtype) if sums is not None else dkv
+        if isinstance(dkv, Tensor):
+            dkv = _aim_keys(params, dkv, shape, out.dtype)
         rounding()
-        return both  # type: ignore[return-value]
+        return dkv
 
     def round_keys(self, dkv: Tensor, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk [T, H, D] and dv [T, H, Dv] of dkv [T, width], fp32 and contiguous, in `dtype`."""
@@ -331,9 +331,7 @@ def _aim_sums(params: _RowSums, sums: RowSums) -> tuple[Tensor, ...]:
     """Sets the addresses; returns the tensors that must live until the launch."""
     assert sums.out.dtype == sums.dout.dtype
     assert sums.delta.dtype == torch.float32
-    out, dout = sums.out.contiguous(), sums.dout.contiguous()
-    if dout.data_ptr() % 16:
-        dout = dout.clone()
+    out, dout = sums.out.contiguous(), launch.copyable(sums.dout).contiguous()
     params.out, params.dout, params.delta = out.data_ptr(), dout.data_ptr(), sums.delta.data_ptr()
     params.zero = sums.zeros[0].data_ptr()
     if len(sums.zeros) > 1:
