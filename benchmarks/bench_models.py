@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from bench_train import CHARACTERS, documents, ended_well
 from figures import part, recording_parser, save, table, thousands
 from steps import Steps, host_gib
@@ -141,6 +142,7 @@ class Case:
     gpus: int = 1
     cp: int = 1
     ep: int = 1
+    memory_of: str = ""  # kind of GPU whose memory PyTorch may take; empty: of this one
 
     def write(self, folder: Path) -> RunFile:
         """Writes the run's file and the model's config.json."""
@@ -152,6 +154,13 @@ class Case:
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "bench.toml").write_text(TOML.format(folder=folder, **vars(self)))
         return RunFile(str(folder / "bench.toml"))
+
+    def allocator(self) -> list[str]:
+        """Assignments of environment variables of the run."""
+        if not self.memory_of:
+            return []
+        share = GPUS[self.memory_of].capacity / torch.cuda.get_device_properties(0).total_memory
+        return [f"PYTORCH_ALLOC_CONF=expandable_segments:True,per_process_memory_fraction:{share:.4f}"]
 
 
 def _hf(name: str) -> dict[str, Any]:
@@ -203,6 +212,8 @@ def run(case: Case, steps: int, options: Sequence[str] = (), timeout: float = TI
         case.write(folder)
         (folder / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records(case)))
         command = [
+            "env",
+            *case.allocator(),
             sys.executable,
             "-m",
             "torch.distributed.run",
@@ -253,6 +264,8 @@ def record_run() -> None:
 def predicted(case: Case, device: str, keeping: tuple[Keeping, ...] = ()) -> PredictedRun:
     """The run as `size` predicts it, on packs of the histogram. device: its full name, such as "NVIDIA H200"."""
     (gpu,) = (gpu for name, gpu in GPUS.items() if name in device)
+    if case.memory_of:
+        gpu = replace(gpu, capacity=GPUS[case.memory_of].capacity)
     packs = sample("dense" if case.one_document else "histogram", case.tokens, 1 if case.one_document else 5)
     if case.dataset == "dpo":
         packs = pairs_of(packs)

@@ -176,8 +176,8 @@ def lines_on_a_gpu(retries):
     logging.getLogger().addHandler(handler)
     gpu = {
         "is_available": lambda: True,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda _: SimpleNamespace(total_memory=80 * GIB),
+        "get_per_process_memory_fraction": lambda: 0.5,
+        "get_device_properties": lambda: SimpleNamespace(total_memory=160 * GIB),
         "mem_get_info": lambda: (15 * GIB, 80 * GIB),
         "memory_reserved": lambda: 62 * GIB,
         "max_memory_allocated": iter([50 * GIB, 51 * GIB, 52 * GIB]).__next__,

@@ -17,7 +17,7 @@ from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.sizing.keeping.kinds import AUTO, in_words
 from torchtitan_magi.sizing.memory import GIB, Prediction, describe, predict, remedies
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
-from torchtitan_magi.training.activations.decide import beyond_of_last, decided, note_beyond
+from torchtitan_magi.training.activations.decide import beyond_of_last, decided, gpu_memory, note_beyond
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import is_first_rank
 from torchtitan_magi.wording import one_line
@@ -62,7 +62,7 @@ def memory_of_run(
 
 def log_prediction(setup: Setup) -> Prediction:
     """Logs what the run will take, with a warning that says what to change if the GPU has less."""
-    capacity = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if setup.gpu else None
+    capacity = gpu_memory() if setup.gpu else None
     prediction = predict(setup)
     logger.info(describe(prediction, capacity))
     if capacity is not None and prediction.total > capacity:
@@ -137,8 +137,7 @@ class MeasuredMemory:
 
     def _note_full(self) -> None:
         """Any rank may, and several: each adds to what was noted before the run."""
-        capacity = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        self._note(self.before + int(FULL * capacity))
+        self._note(self.before + int(FULL * gpu_memory()))
 
     def _note(self, beyond: int) -> None:
         if self.folder is not None:

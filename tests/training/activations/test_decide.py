@@ -27,10 +27,11 @@ SETUP = Setup(published_sizes("Llama-3.1-8B"), 2**20, cp=8, checkpointing="auto"
 @pytest.fixture
 def machine(monkeypatch):
     """Eight ranks on H100s of one machine with 1,000 GiB; values of the first rank can be changed."""
-    first = {"memory": int(79.1 * GIB), "available": 1000 * GIB, "hosts": ["a"] * 8}
-    properties = SimpleNamespace(total_memory=int(79.1 * GIB), name="NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    first = {"memory": int(79.1 * GIB), "available": 1000 * GIB, "hosts": ["a"] * 8, "share": 1.0}
+    properties = SimpleNamespace(total_memory=int(79.1 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: first["share"])
     monkeypatch.setattr(decide, "available_memory", lambda: 1000 * GIB)
 
     def gathered(mine):
@@ -81,6 +82,13 @@ def test_all_ranks_take_the_least_that_any_has(machine, tmp_path):
     assert sum(keeping.offloaded for keeping in decided(SETUP, tmp_path).keeping) > 8
 
 
+def test_the_share_of_the_gpu_that_pytorch_may_take_is_what_there_is(machine, tmp_path, log):
+    machine["share"] = 0.9  # as per_process_memory_fraction of PYTORCH_ALLOC_CONF has it
+    found = decided(SETUP, tmp_path)
+    assert " of 71.2 GiB" in said(log)
+    assert predict(found).total <= 0.915 * 71.2 * GIB
+
+
 def test_what_a_run_took_corrects_the_next_decision(machine, tmp_path, log):
     first = decided(SETUP, tmp_path)
     said(log)
@@ -119,7 +127,7 @@ def out_of_memory(mode, folder, raised, ranks=1, chosen=True):
 
     setup = replace(SETUP, checkpointing=mode, keeping=parse("all", 32) if mode == "auto" else ())
     properties = SimpleNamespace(total_memory=80 * GIB)
-    gpu = {"current_device": lambda: 0, "get_device_properties": lambda _: properties}
+    gpu = {"get_per_process_memory_fraction": lambda: 1.0, "get_device_properties": lambda: properties}
     of_ranks = [MeasuredMemory(setup, predict(setup), "cpu", folder if chosen else None) for _ in range(ranks)]
     with mock.patch.multiple(torch.cuda, **gpu):
         for memory in of_ranks:

@@ -45,12 +45,12 @@ def decided(setup: Setup, folder: Path, loader: PackLoader | None) -> Setup:
         keeping = setup.keeping or (Keeping(ALL),) * setup.model.num_layers
         logger.info(f"Activation checkpointing: {in_words(keeping)}")
         return replace(setup, keeping=keeping)
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    mine = properties.total_memory - beyond_of_last(setup, folder), available_memory(), socket.gethostname()
+    mine = gpu_memory() - beyond_of_last(setup, folder), available_memory(), socket.gethostname()
     capacities, available, hosts = zip(*gathered(mine), strict=True)
     most_ranks = max(Counter(hosts).values())
     capacity, host = min(capacities), int(HOST_SHARE * min(available) / most_ranks)
-    gpu = next((gpu for name, gpu in GPUS.items() if name in properties.name), H100)
+    called = torch.cuda.get_device_name()
+    gpu = next((gpu for name, gpu in GPUS.items() if name in called), H100)
     packs = _packs(setup, loader)
     run = predict_run(setup, Place(replace(gpu, capacity=capacity), most_ranks, packs, host=host))
     keeping, of_host = run.setup.keepings, host_memory(run.setup) / GIB
@@ -69,6 +69,11 @@ def decided(setup: Setup, folder: Path, loader: PackLoader | None) -> Setup:
         f'(magi.keep = "{as_option(keeping)}" repeats this)'
     )
     return replace(setup, keeping=keeping)
+
+
+def gpu_memory() -> int:
+    """Bytes of its GPU that this process may take: per_process_memory_fraction of PYTORCH_ALLOC_CONF, or all."""
+    return int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.get_device_properties().total_memory)
 
 
 def _packs(setup: Setup, loader: PackLoader | None) -> tuple[Any, ...]:
