@@ -52,14 +52,21 @@ CASES = {  # steps of each run, and what layers keep
         ("all", "products", "inputs", "attention offloaded", "all offloaded", AUTO),
     ),
     "packs of 64k, 16 layers": (_case(16, 65536), 9, (AUTO, "inputs", "products")),
-    # on one GPU held to 80 GB: weights and states in 16 bits take what those of the cases over two take in 32
+    # held to the memory of an H100: on one GPU, weights and states in 16 bits take what 32 bits take over two
     "packs of 32k, 16 layers in 16 bits, 80 GB": (
         _case(16, 32768, dtype="bfloat16", memory_of="H100"), 9,
-        (AUTO, "inputs", "products", "8 products offloaded, 8 all", "8 products among 8 products offloaded"),
+        (AUTO, "products", "inputs", "8 products among 8 products offloaded", "8 products offloaded, 8 all"),
     ),
     "packs of 64k, 16 layers in 16 bits, 80 GB": (
         _case(16, 65536, dtype="bfloat16", memory_of="H100"), 9,
-        (AUTO, "inputs", "14 attention, 2 all", "8 products, 8 inputs", "8 products among 8 products offloaded"),
+        (AUTO, "14 attention, 2 all", "inputs", "8 products among 8 products offloaded"),
+    ),
+    "packs of 64k over 2, 16 layers, 80 GB": (
+        _case(16, 65536, 2, memory_of="H100"), 8, (AUTO, "products", "inputs", "8 products offloaded, 8 all"),
+    ),
+    "packs of 128k over 2, 16 layers, 80 GB": (
+        _case(16, 131072, 2, memory_of="H100"), 8,
+        (AUTO, "14 attention, 2 all", "inputs", "8 products among 8 products offloaded"),
     ),
     "packs of 64k over 2, 16 layers": (
         _case(16, 65536, 2), 8,

@@ -10,6 +10,7 @@ from support.gpus import needs_hopper
 from support.runs import ADAPTER, IS_0_3, train
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from torchtitan_magi.training import reductions
@@ -18,6 +19,7 @@ from torchtitan_magi.training.reductions import ReduceScatter, fit_reductions
 from test_experts import arguments  # isort: skip
 
 LAYERS, DIM = 8, 2048
+CAST = _fsdp_collectives._to_dtype_if_needed  # FSDP2's own
 MODELS = f"{ADAPTER}.models" if IS_0_3 else f"{ADAPTER}.spec"
 
 
@@ -47,7 +49,7 @@ def trained(model):
         optimizer.zero_grad()
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()
-    kept = [torch.empty(DIM * DIM, device="cuda") for _ in range(LAYERS)]
+    kept = [torch.empty_like(grad) for grad in found[:LAYERS]]
     taken = torch.cuda.memory_reserved() - before
     del kept
     torch.cuda.empty_cache()
@@ -56,15 +58,17 @@ def trained(model):
 
 @pytest.mark.gpu
 @needs_hopper
-def test_gradients_are_the_same_and_their_memory_serves_activations(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of weights
+def test_gradients_are_the_same_and_their_memory_serves_activations(monkeypatch, dtype):
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False, device="cuda") for _ in range(LAYERS)))
+    layers = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False, device="cuda", dtype=dtype) for _ in range(LAYERS)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         results = []
-        for kind in (DefaultReduceScatter, ReduceScatter):
+        for kind, cast in ((DefaultReduceScatter, CAST), (ReduceScatter, reductions.to_dtype)):
             monkeypatch.setattr(reductions, "ReduceScatter", late(kind))
+            monkeypatch.setattr(reductions, "to_dtype", cast)
             model = copy.deepcopy(layers)
             for part in (*model, model):
                 fully_shard(part, mp_policy=policy)
@@ -74,8 +78,9 @@ def test_gradients_are_the_same_and_their_memory_serves_activations(monkeypatch)
         dist.destroy_process_group()
     (expected, apart), (found, beside) = results
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
-    assert apart >= 4 * DIM * DIM * LAYERS // 2
-    assert beside <= 4 * DIM * DIM * LAYERS // 4
+    gradients = dtype.itemsize * DIM * DIM * LAYERS
+    assert apart >= gradients // 2
+    assert beside <= gradients // 4
 
 
 def as_on_gpus(report):

@@ -1,11 +1,13 @@
 """How FSDP2 reduces gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 
@@ -39,18 +41,31 @@ def reduce_in_memory_of_activations(module: FSDPModule) -> None:
     for group in [state._fsdp_param_group] if groups is None else groups:
         if group is not None and type(group._reduce_scatter_comm) is DefaultReduceScatter:  # not symmetric memory
             group._reduce_scatter_comm = ReduceScatter()
+            _fsdp_collectives._to_dtype_if_needed = to_dtype  # gradients of 16 bits are copies of what it reduced
 
 
 class ReduceScatter(DefaultReduceScatter):
-    """FSDP2's, with the memory of its results taken from the default stream.
-
-    FSDP2 takes it while the stream that reduces is the current one. That one waited for the default stream just before,
-    so it may write what was freed there; and what it uses is not given out again until it is done.
-    """
+    """FSDP2's, with the memory of its results taken from the default stream."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        reducing = torch.cuda.current_stream(device)
-        with torch.cuda.stream(torch.cuda.default_stream(device)):
-            made = super().allocate(size, dtype=dtype, device=device)
-        made.record_stream(reducing)
-        return made
+        return _of_default_stream(partial(super().allocate, size, dtype=dtype, device=device))
+
+
+def to_dtype(reduced: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """FSDP2's cast of what it reduced to the dtype of the weights, with memory taken from the default stream."""
+    if dtype is None or dtype == reduced.dtype:
+        return reduced
+    return _of_default_stream(partial(torch.empty_like, reduced, dtype=dtype)).copy_(reduced)
+
+
+def _of_default_stream(make: Callable[[], Tensor]) -> Tensor:
+    """A tensor with memory of the default stream, for the stream that reduces.
+
+    FSDP2 makes it while that stream is the current one. It waited for the default stream just before, so it may write
+    what was freed there; and what it uses is not given out again until it is done.
+    """
+    reducing = torch.cuda.current_stream()
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        made = make()
+    made.record_stream(reducing)
+    return made
