@@ -4,7 +4,6 @@ import json
 import logging
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -167,6 +166,7 @@ def lines_on_a_gpu(retries):
     """What a GPU of 80 GiB logs: predictions that fit and that do not, measurements of steps 1, 10 and 20."""
     import torch.distributed as dist
 
+    from torchtitan_magi.training.activations.gpu_memory import GpuMemory
     from torchtitan_magi.training.memory_log import MeasuredMemory, log_prediction
 
     lines = []
@@ -176,8 +176,6 @@ def lines_on_a_gpu(retries):
     logging.getLogger().addHandler(handler)
     gpu = {
         "is_available": lambda: True,
-        "get_per_process_memory_fraction": lambda: 0.5,
-        "get_device_properties": lambda: SimpleNamespace(total_memory=160 * GIB),
         "mem_get_info": lambda: (15 * GIB, 80 * GIB),
         "memory_reserved": lambda: 62 * GIB,
         "max_memory_allocated": iter([50 * GIB, 51 * GIB, 52 * GIB]).__next__,
@@ -185,9 +183,10 @@ def lines_on_a_gpu(retries):
         "memory_stats": map(lambda count: {"num_alloc_retries": count}, retries).__next__,
     }
     with mock.patch.multiple(torch.cuda, **gpu), mock.patch.object(dist, "all_reduce"):
-        log_prediction(SETUP)
+        log_prediction(SETUP, 80 * GIB)
         setup = replace(SETUP, checkpointing="full", cp=8)
-        measured = MeasuredMemory(setup, log_prediction(setup), "cpu", None)
+        memory = GpuMemory(80 * GIB)
+        measured = MeasuredMemory(setup, log_prediction(setup, memory.capacity), "cpu", None, memory)
         outside = [measured.look(step)["memory/outside_pytorch(GiB)"] for step in (1, 10, 20)]
     return lines, outside
 

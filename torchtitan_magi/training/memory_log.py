@@ -17,7 +17,8 @@ from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.sizing.keeping.kinds import AUTO, in_words
 from torchtitan_magi.sizing.memory import GIB, Prediction, describe, predict, remedies
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
-from torchtitan_magi.training.activations.decide import beyond_of_last, decided, gpu_memory, note_beyond
+from torchtitan_magi.training.activations.decide import beyond_of_last, decided, note_beyond
+from torchtitan_magi.training.activations.gpu_memory import GpuMemory, of_all_gpus
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import is_first_rank
 from torchtitan_magi.wording import one_line
@@ -55,14 +56,19 @@ def memory_of_run(
         cp_per_machine=tuple(machines) if machines else None,
     )
     folder, chosen = Path(job_config.job.dump_folder), setup.checkpointing == AUTO and not setup.keeping
+    memory = of_all_gpus() if setup.gpu else GpuMemory(0)
     if setup.checkpointing == AUTO:
-        setup = decided(setup, folder, loader if isinstance(loader, PackLoader) else None)
-    return MeasuredMemory(setup, log_prediction(setup), device_type, folder if chosen else None)
+        setup = decided(setup, folder, loader if isinstance(loader, PackLoader) else None, memory.capacity)
+    prediction = log_prediction(setup, memory.capacity if setup.gpu else None)
+    return MeasuredMemory(setup, prediction, device_type, folder if chosen else None, memory)
 
 
-def log_prediction(setup: Setup) -> Prediction:
-    """Logs what the run will take, with a warning that says what to change if the GPU has less."""
-    capacity = gpu_memory() if setup.gpu else None
+def log_prediction(setup: Setup, capacity: int | None) -> Prediction:
+    """Logs what the run will take, with a warning that says what to change if the GPU has less.
+
+    Args:
+        capacity: bytes of a GPU that the run may take; None: it has none.
+    """
     prediction = predict(setup)
     logger.info(describe(prediction, capacity))
     if capacity is not None and prediction.total > capacity:
@@ -87,10 +93,14 @@ class MeasuredMemory:
     Args:
         device_type: of the ranks' collectives.
         folder: job.dump_folder, where it is noted for later decisions; None where what layers keep was not decided.
+        memory: of the GPUs, before the run.
     """
 
-    def __init__(self, setup: Setup, predicted: Prediction, device_type: str, folder: Path | None) -> None:
+    def __init__(
+        self, setup: Setup, predicted: Prediction, device_type: str, folder: Path | None, memory: GpuMemory
+    ) -> None:
         self.setup, self.predicted, self.device_type, self.folder = setup, predicted, device_type, folder
+        self.memory = memory
         self.before = 0 if folder is None else beyond_of_last(setup, folder)
         self.allocated = self.reserved = 0  # most bytes that PyTorch's allocator has given out, and has had
         self.retries = 0  # of its searches for free memory, in each of which all that it has free goes back to the GPU
@@ -114,12 +124,15 @@ class MeasuredMemory:
         return {"memory/outside_pytorch(GiB)": outside / GIB}
 
     def _say_measured(self, allocated: int, reserved: int, outside: int, _: int) -> None:
+        taken = self.memory.taken
+        before = f", of which {taken / GIB:.1f} were taken before the run" if taken else ""
         logger.info(
             f"Measured memory per GPU: at most {allocated / GIB:.1f} GiB allocated by PyTorch ({reserved / GIB:.1f} "
-            f"reserved) and {outside / GIB:.1f} GiB outside it; predicted {self.predicted.total / GIB:.1f} in all"
+            f"reserved) and {outside / GIB:.1f} GiB outside it{before}; predicted "
+            f"{self.predicted.total / GIB:.1f} in all"
         )
         if is_first_rank():
-            self._note(allocated + outside - self.predicted.total)
+            self._note(allocated + outside - taken - self.predicted.total)
 
     def _say_slow(self, allocated: int, reserved: int, outside: int, retries: int) -> None:
         if retries:
@@ -137,7 +150,7 @@ class MeasuredMemory:
 
     def _note_full(self) -> None:
         """Any rank may, and several: each adds to what was noted before the run."""
-        self._note(self.before + int(FULL * gpu_memory()))
+        self._note(self.before + int(FULL * self.memory.capacity))
 
     def _note(self, beyond: int) -> None:
         if self.folder is not None:

@@ -20,18 +20,17 @@ from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import first_packs, sample
 from torchtitan_magi.training.activations import decide
 from torchtitan_magi.training.activations.decide import note_beyond
+from torchtitan_magi.training.activations.gpu_memory import GpuMemory
 
+CAPACITY = int(79.1 * GIB)
 SETUP = Setup(published_sizes("Llama-3.1-8B"), 2**20, cp=8, checkpointing="auto", compiled=True, compiled_loss=True)
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Eight ranks on H100s of one machine with 1,000 GiB; values of the first rank can be changed."""
-    first = {"memory": int(79.1 * GIB), "available": 1000 * GIB, "hosts": ["a"] * 8, "share": 1.0}
-    properties = SimpleNamespace(total_memory=int(79.1 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    first = {"memory": CAPACITY, "available": 1000 * GIB, "hosts": ["a"] * 8}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: first["share"])
     monkeypatch.setattr(decide, "available_memory", lambda: 1000 * GIB)
 
     def gathered(mine):
@@ -43,7 +42,7 @@ def machine(monkeypatch):
 
 
 def decided(setup, folder, loader=None):
-    return decide.decided(setup, folder, loader)
+    return decide.decided(setup, folder, loader, CAPACITY)
 
 
 def said(caplog):
@@ -82,13 +81,6 @@ def test_all_ranks_take_the_least_that_any_has(machine, tmp_path):
     assert sum(keeping.offloaded for keeping in decided(SETUP, tmp_path).keeping) > 8
 
 
-def test_the_share_of_the_gpu_that_pytorch_may_take_is_what_there_is(machine, tmp_path, log):
-    machine["share"] = 0.9  # as per_process_memory_fraction of PYTORCH_ALLOC_CONF has it
-    found = decided(SETUP, tmp_path)
-    assert " of 71.2 GiB" in said(log)
-    assert predict(found).total <= 0.915 * 71.2 * GIB
-
-
 def test_what_a_run_took_corrects_the_next_decision(machine, tmp_path, log):
     first = decided(SETUP, tmp_path)
     said(log)
@@ -121,21 +113,16 @@ def test_without_a_gpu_layers_keep_all(tmp_path, log):
 
 def out_of_memory(mode, folder, raised, ranks=1, chosen=True):
     """The error of a step in which another one is raised on some ranks, and what is noted."""
-    from unittest import mock
-
     from torchtitan_magi.training.memory_log import MeasuredMemory
 
     setup = replace(SETUP, checkpointing=mode, keeping=parse("all", 32) if mode == "auto" else ())
-    properties = SimpleNamespace(total_memory=80 * GIB)
-    gpu = {"get_per_process_memory_fraction": lambda: 1.0, "get_device_properties": lambda: properties}
-    of_ranks = [MeasuredMemory(setup, predict(setup), "cpu", folder if chosen else None) for _ in range(ranks)]
-    with mock.patch.multiple(torch.cuda, **gpu):
-        for memory in of_ranks:
-            try:
-                with memory.noting():
-                    raise raised
-            except RuntimeError as error:
-                found = type(error).__name__, str(error)
+    rank = setup, predict(setup), "cpu", folder if chosen else None, GpuMemory(80 * GIB)
+    for memory in [MeasuredMemory(*rank) for _ in range(ranks)]:
+        try:
+            with memory.noting():
+                raise raised
+        except RuntimeError as error:
+            found = type(error).__name__, str(error)
     return *found, [*folder.glob("*")] and json.loads((folder / decide.FILE).read_text())
 
 
@@ -230,9 +217,9 @@ def report_packs(report):
 
     on_cpu = memory_log.decided
 
-    def decided(setup, folder, loader):
+    def decided(setup, folder, loader, capacity):
         report("packs", [pack.tolist() for pack in decide._packs(setup, loader)])
-        return on_cpu(setup, folder, loader)
+        return on_cpu(setup, folder, loader, capacity)
 
     memory_log.decided = decided
 

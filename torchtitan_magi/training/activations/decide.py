@@ -32,7 +32,7 @@ HOST_SHARE = 0.6  # of the host's memory that is available, for what layers offl
 FILE = "activation_memory.json"  # in job.dump_folder: bytes measured beyond what was predicted, by setup
 
 
-def decided(setup: Setup, folder: Path, loader: PackLoader | None) -> Setup:
+def decided(setup: Setup, folder: Path, loader: PackLoader | None, capacity: int) -> Setup:
     """The setup with what each layer keeps: what magi.keep says, else the fastest mix that fits. Logs it.
 
     A collective of all ranks: they take the least memory that any of them has.
@@ -40,12 +40,13 @@ def decided(setup: Setup, folder: Path, loader: PackLoader | None) -> Setup:
     Args:
         folder: job.dump_folder, where ``note_beyond`` has noted what an earlier run took.
         loader: of the packs that are trained; None: they are not known yet.
+        capacity: bytes of a GPU that the run may take.
     """
     if not setup.gpu:
         keeping = setup.keeping or (Keeping(ALL),) * setup.model.num_layers
         logger.info(f"Activation checkpointing: {in_words(keeping)}")
         return replace(setup, keeping=keeping)
-    mine = gpu_memory() - beyond_of_last(setup, folder), available_memory(), socket.gethostname()
+    mine = capacity - beyond_of_last(setup, folder), available_memory(), socket.gethostname()
     capacities, available, hosts = zip(*gathered(mine), strict=True)
     most_ranks = max(Counter(hosts).values())
     capacity, host = min(capacities), int(HOST_SHARE * min(available) / most_ranks)
@@ -69,11 +70,6 @@ def decided(setup: Setup, folder: Path, loader: PackLoader | None) -> Setup:
         f'(magi.keep = "{as_option(keeping)}" repeats this)'
     )
     return replace(setup, keeping=keeping)
-
-
-def gpu_memory() -> int:
-    """Bytes of its GPU that this process may take: per_process_memory_fraction of PYTORCH_ALLOC_CONF, or all."""
-    return int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.get_device_properties().total_memory)
 
 
 def _packs(setup: Setup, loader: PackLoader | None) -> tuple[Any, ...]:
