@@ -81,6 +81,16 @@ def test_all_ranks_take_the_least_that_any_has(machine, tmp_path):
     assert sum(keeping.offloaded for keeping in decided(SETUP, tmp_path).keeping) > 8
 
 
+def test_the_first_rank_decides_for_those_on_other_gpus(machine, tmp_path, monkeypatch):
+    runs, on_first_rank = [], decide.on_first_rank
+    monkeypatch.setattr(decide, "on_first_rank", lambda function: runs.append(on_first_rank(function)) or runs[0])
+    first = decided(SETUP, tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    other = replace(SETUP, cp_per_machine=(4, 4))
+    assert decided(other, tmp_path) == replace(other, keeping=first.keeping)
+    assert runs[1].time != runs[0].time
+
+
 def test_what_a_run_took_corrects_the_next_decision(machine, tmp_path, log):
     first = decided(SETUP, tmp_path)
     said(log)

@@ -23,7 +23,7 @@ from torchtitan_magi.sizing.run_file import NO_DATA
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import PACKS, first_packs, make_packs
 from torchtitan_magi.training.batches.pack_loader import PackLoader
-from torchtitan_magi.training.process.all_ranks import agreed, gathered
+from torchtitan_magi.training.process.all_ranks import agreed, gathered, on_first_rank
 from torchtitan_magi.wording import quoted
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ FILE = "activation_memory.json"  # in job.dump_folder: bytes measured beyond wha
 def decided(setup: Setup, folder: Path, loader: PackLoader | None, capacity: int) -> Setup:
     """The setup with what each layer keeps: what magi.keep says, else the fastest mix that fits. Logs it.
 
-    A collective of all ranks: they take the least memory that any of them has.
+    A collective of all ranks: the first one decides, for the least memory that any of them has. Others may have GPUs of
+    another kind, or a place in which they exchange rows otherwise.
 
     Args:
         folder: job.dump_folder, where ``note_beyond`` has noted what an earlier run took.
@@ -53,7 +54,8 @@ def decided(setup: Setup, folder: Path, loader: PackLoader | None, capacity: int
     called = torch.cuda.get_device_name()
     gpu = next((gpu for name, gpu in GPUS.items() if name in called), H100)
     packs = _packs(setup, loader)
-    run = predict_run(setup, Place(replace(gpu, capacity=capacity), most_ranks, packs, host=host))
+    place = Place(replace(gpu, capacity=capacity), most_ranks, packs, host=host)
+    run = on_first_rank(lambda: predict_run(setup, place))
     keeping, of_host = run.setup.keepings, host_memory(run.setup) / GIB
     beside = f", {of_host:.1f} of {host / GIB:.1f} GiB of the host's" if of_host else ""
     again = run.time.parts.get("recomputation", 0.0) / run.time.total
