@@ -40,32 +40,59 @@ def reduce_in_memory_of_activations(module: FSDPModule) -> None:
     groups = getattr(state, "_fsdp_param_groups", None)  # several where experts are shared out; PyTorch 2.11 has one
     for group in [state._fsdp_param_group] if groups is None else groups:
         if group is not None and type(group._reduce_scatter_comm) is DefaultReduceScatter:  # not symmetric memory
-            group._reduce_scatter_comm = ReduceScatter()
-            _fsdp_collectives._to_dtype_if_needed = to_dtype  # gradients of 16 bits are copies of what it reduced
+            group._reduce_scatter_comm = ReduceScatter(group)
+            _fsdp_collectives._to_dtype_if_needed = to_dtype
 
 
 class ReduceScatter(DefaultReduceScatter):
-    """FSDP2's, with the memory of its results taken from the default stream."""
+    """FSDP2's, with memory of the stream that computes for results that stay as gradients.
+
+    Others are added to gradients, or copied to another dtype or to the host. Those stay in memory of the stream that
+    reduces, where each takes the place of the one before at once: what two streams use is not given out again until the
+    second is done, and the host is far ahead.
+
+    Args:
+        group: FSDP2's, of the parameters whose gradients it reduces.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._computing: Any = None  # stream
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return _of_default_stream(partial(super().allocate, size, dtype=dtype, device=device))
+        """Memory for what is to be reduced, then, on the stream that reduces, for the result."""
+        make, context = partial(super().allocate, size, dtype=dtype, device=device), self._group.comm_ctx
+        if (current := context.device_handle.current_stream()) != context.reduce_scatter_stream:
+            self._computing = current
+            return make()
+        stays = not any(each.offload_to_cpu or each.sharded_param.grad is not None for each in self._group.fsdp_params)
+        on_computing = partial(_on_another_stream, context, self._computing)
+        if stays and dtype == self._group._orig_dtype:
+            return on_computing(make)
+        result = make()
+        if stays:
+            setattr(result, COPIED, on_computing)
+        return result
 
 
-def to_dtype(reduced: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """FSDP2's cast of what it reduced to the dtype of the weights, with memory taken from the default stream."""
-    if dtype is None or dtype == reduced.dtype:
-        return reduced
-    return _of_default_stream(partial(torch.empty_like, reduced, dtype=dtype)).copy_(reduced)
+COPIED = "_torchtitan_magi_copied"  # attribute of a result whose copy of another dtype stays as a gradient
+_to_dtype = _fsdp_collectives._to_dtype_if_needed
 
 
-def _of_default_stream(make: Callable[[], Tensor]) -> Tensor:
-    """A tensor with memory of the default stream, for the stream that reduces.
+def to_dtype(result: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """FSDP2's copy of a result in the dtype of the weights; one that stays takes memory of the stream that computes."""
+    if (on_computing := getattr(result, COPIED, None)) is None or dtype is None:
+        return _to_dtype(result, dtype)
+    copied: Tensor = on_computing(partial(torch.empty_like, result, dtype=dtype)).copy_(result)
+    return copied
 
-    FSDP2 makes it while that stream is the current one. It waited for the default stream just before, so it may write
-    what was freed there; and what it uses is not given out again until it is done.
-    """
-    reducing = torch.cuda.current_stream()
-    with torch.cuda.stream(torch.cuda.default_stream()):
+
+def _on_another_stream(context: Any, stream: Any, make: Callable[[], Tensor]) -> Tensor:
+    """A tensor with memory of another stream for the current one, which waited for it just before: it may write what
+    was freed there."""
+    current = context.device_handle.current_stream()
+    with context.device_handle.stream(stream):
         made = make()
-    made.record_stream(reducing)
+    if made.is_cuda:
+        made.record_stream(current)
     return made
