@@ -42,10 +42,10 @@ from torchtitan_magi.titan.v02.experts import GateStyle, LayerStyle, prepare_inp
 from torchtitan_magi.titan.v02.models import check_name
 from torchtitan_magi.titan.wrap import wrap
 from torchtitan_magi.training.activations.layers import told_apart
-from torchtitan_magi.training.batches import run_length
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import loading, save_with_digests, saving
 from torchtitan_magi.training.checkpoints.export import Export
+from torchtitan_magi.training.continued import load_checkpoint
 from torchtitan_magi.training.experts import own_experts
 from torchtitan_magi.training.finite import StepGuard, check_state, clip_and_note
 from torchtitan_magi.training.process.cpu import use_cpu
@@ -233,15 +233,13 @@ def _close(stock: Any, checkpointer: CheckpointManager) -> None:
         LAST_LINE.tell()
 
 
-def _load(stock: Any, checkpointer: CheckpointManager, *args: Any, **kwargs: Any) -> bool:
-    loaded = stock(checkpointer, *args, **kwargs)
+def _load(stock: Any, checkpointer: CheckpointManager, step: int = -1) -> bool:
     trainer: Any = checkpointer.states.get("train_state")
 
     def build(optimizers: Any, steps: int) -> Any:
         return trainer.train_spec.build_lr_schedulers_fn(optimizers, trainer.job_config.lr_scheduler, steps)
 
-    run_length.resume(checkpointer.states, build)
-    return loaded
+    return load_checkpoint(checkpointer, step, partial(stock, checkpointer), build)
 
 
 def _dcp_load(

@@ -21,11 +21,11 @@ from torchtitan_magi.attention.op import attention_op
 from torchtitan_magi.linear.op import conv_op, rule_op
 from torchtitan_magi.sizing.keeping.kinds import ALL, ATTENTION, INPUTS, Keeping
 from torchtitan_magi.training.activations.layers import KeepsAll, told_apart
-from torchtitan_magi.training.batches import run_length
 from torchtitan_magi.training.batches.microbatch import Process
 from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
 from torchtitan_magi.training.checkpoints.digests import loading, saving
 from torchtitan_magi.training.checkpoints.export import Export
+from torchtitan_magi.training.continued import load_checkpoint
 from torchtitan_magi.training.finite import StepGuard, check_state
 from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives.lora import save_adapters
@@ -172,9 +172,7 @@ class MagiCheckpointManager(CheckpointManager):
         return initial or self.sd_adapter.hf_assets_path
 
     def _load(self, step: int = -1) -> bool:
-        loaded = super()._load(step)
-        run_length.resume(self.states, self.states["train_state"].build_lr_schedulers)
-        return loaded
+        return load_checkpoint(self, step, super()._load, self.states["train_state"].build_lr_schedulers)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Loads into the states. Raises ValueError, one line, for what does not fit or is not whole."""

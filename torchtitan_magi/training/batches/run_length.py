@@ -224,9 +224,15 @@ def _follow(schedulers: Any, build: Callable[[Any, int], Any], steps: int) -> No
     (factor,) = built.lr_lambdas
     for scheduler in schedulers:
         scheduler.lr_lambdas = [factor] * len(scheduler.base_lrs)
-        scheduler._last_lr = [base * factor(scheduler.last_epoch) for base in scheduler.base_lrs]
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
-            group["lr"] = rate
+        set_rates(scheduler)
+
+
+def set_rates(scheduler: Any) -> None:
+    """Sets the learning rates of the step at which a scheduler is, by its own base and factors."""
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    scheduler._last_lr = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+        group["lr"] = rate
 
 
 def _schedule(schedule: dict[str, int]) -> str:

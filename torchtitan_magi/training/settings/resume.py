@@ -115,12 +115,10 @@ def _check_continues(job_config: Any) -> None:
             f"{shown(folder)} has no finished checkpoint, but while it is there torchtitan does not load the initial "
             "weights; remove it to start from them"
         )
-    if checkpoint.load_only or checkpoint.exclude_from_loading:
-        return
     step = step_to_load(checkpoint, steps)
-    if step == 0 or step not in steps:  # of step 0 torchtitan loads the weights only
+    if checkpoint.load_only or step == 0 or step not in steps:  # of step 0 torchtitan loads the weights only
         return
-    if not _can_continue(folder, step):
+    if not checkpoint.exclude_from_loading and not _can_continue(folder, step):
         earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
         instead = "" if earlier is None else f"set checkpoint.load_step to {earlier}, or "
         raise ValueError(
@@ -128,6 +126,8 @@ def _check_continues(job_config: Any) -> None:
             f"only unless checkpoint.last_save_model_only is false; {instead}start another run with its path as "
             "checkpoint.initial_load_path"
         )
+    if "train_state" in checkpoint.exclude_from_loading:
+        return
     reference, had_file = job_config.magi.dpo.reference, "train_state.reference_model" in _names_in(folder, step)
     if job_config.training.dataset == DPO_DATASET and (reference == "file") != had_file:
         before = "file" if had_file else "model"

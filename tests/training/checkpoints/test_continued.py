@@ -1,0 +1,45 @@
+"""Runs that continue do so from the checkpoint and by the options that their own file says."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.runs import new_folder, train, watch
+
+SAVED, STEPS = 3, 6
+
+
+def report_options(report):
+    import torch
+
+    def reported(_, optimizer, **of_loading):  # which makes states by a step of its own
+        group = optimizer.param_groups[0]
+        if not of_loading:
+            report("options", group["lr"], group["weight_decay"], tuple(group["betas"]), group["fused"])
+
+    watch(torch.optim.AdamW, "step", reported)
+
+
+def options_of(run):
+    return run.of("options")
+
+
+@pytest.mark.either
+def test_options_of_the_optimizer_are_those_of_the_file_not_of_the_checkpoint():
+    folder = new_folder()
+    arguments = ["--job.dump_folder", folder, "--training.steps", f"{STEPS}", "--lr_scheduler.warmup_steps", "1"]
+    arguments += ["--checkpoint.enable", "--checkpoint.interval", f"{SAVED}", "--checkpoint.no-last_save_model_only"]
+    run = {"entry": "torchtitan_magi.train", "setup": report_options}
+    before = [*arguments, "--optimizer.lr", "3e-3", "--optimizer.implementation", "foreach"]
+    first = options_of(train(1, before, **run))
+    checkpoints = Path(folder, "checkpoint")
+    shutil.move(checkpoints / f"step-{STEPS}", checkpoints / f"step-{STEPS}.best")  # no name of torchtitan's
+    now = ["--optimizer.lr", "1e-5", "--optimizer.weight_decay", "0.0", "--optimizer.beta2", "0.999"]
+    resumed = train(1, [*arguments, *now, "--optimizer.implementation", "fused"], **run)
+    assert [metrics["step"] for metrics in resumed.metrics] == list(range(SAVED + 1, STEPS + 1))
+    rates, *others = zip(*options_of(resumed), strict=True)
+    assert rates == pytest.approx([rate / 3e-3 * 1e-5 for rate, *_ in first[SAVED:]])
+    assert [set(each) for each in others] == [{0.0}, {(0.9, 0.999)}, {True}]
+    assert f"From step {SAVED + 1} on the optimizer has other options than the checkpoint: " in resumed.output
+    for changed in ("lr: 0.003 -> 1e-05", "betas: (0.9, 0.95) -> (0.9, 0.999)", "weight_decay: 0.1 -> 0.0"):
+        assert changed in resumed.output

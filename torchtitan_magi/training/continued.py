@@ -1,0 +1,69 @@
+"""Continues from torchtitan's checkpoints: which one, and by whose options."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtitan_magi.training.batches import run_length
+from torchtitan_magi.training.settings.resume import finished_steps
+
+logger = logging.getLogger(__name__)
+
+NO_OPTIONS = {"params", "param_names", "lr"}  # of an optimizer's group; lr follows the schedule of initial_lr
+SAME_RESULT = {"foreach", "fused", "capturable", "differentiable"}  # options by which only the way there differs
+
+
+def load_checkpoint(manager: Any, step: int, load: Callable[[int], bool], build: Callable[[Any, int], Any]) -> bool:
+    """Loads what torchtitan would, but no folder of another name than ``step-<number>``, and has the run go on by the
+    options of its own file.
+
+    Args:
+        manager: torchtitan's CheckpointManager.
+        step: that of the checkpoint; -1 for the latest.
+        load: torchtitan's own.
+        build: (optimizers, steps) -> torchtitan's schedulers of the learning rate.
+    """
+    if step == -1 and manager.enable:
+        step = max(finished_steps(Path(manager.folder)), default=-1)
+    with _own_options(manager.states):
+        loaded = load(step)
+    run_length.resume(manager.states, build)
+    return loaded
+
+
+@contextmanager
+def _own_options(states: dict[str, Any]) -> Iterator[None]:
+    """Gives optimizers their options back, which torchtitan loads with their states, and says which ones differed."""
+    if not {"optimizer", "lr_scheduler"} <= states.keys():
+        yield
+        return
+    schedulers = list(states["lr_scheduler"])
+    mine, rates = _options(states["optimizer"]), [scheduler.base_lrs for scheduler in schedulers]
+    yield
+    loaded = _options(states["optimizer"])
+    for optimizer_options, optimizer in zip(mine, states["optimizer"], strict=True):
+        for options, group in zip(optimizer_options, optimizer.param_groups, strict=True):
+            group.update(options)
+    for scheduler, base in zip(schedulers, rates, strict=True):
+        scheduler.base_lrs = base
+        run_length.set_rates(scheduler)
+    changed = {
+        name.replace("initial_lr", "lr"): (before[name], value)
+        for of_optimizer, of_loaded in zip(mine, loaded, strict=True)
+        for options, before in zip(of_optimizer, of_loaded, strict=True)
+        for name, value in options.items()
+        if name not in SAME_RESULT and before.get(name, value) != value
+    }
+    if changed:
+        step, listed = states["train_state"].step, "; ".join(f"{x}: {a} -> {b}" for x, (a, b) in changed.items())
+        logger.warning(f"From step {step + 1} on the optimizer has other options than the checkpoint: {listed}")
+
+
+def _options(optimizers: Any) -> list[list[dict[str, Any]]]:
+    """Of each group of each optimizer."""
+    return [
+        [{name: value for name, value in group.items() if name not in NO_OPTIONS} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
