@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from support.degrees import degree_arguments, num_processes
 from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, SEQ_LEN, document, pairs_file, records
-from support.hf_models import KINDS, TEXT_PARTS, hf_arguments, load_hf, make_hf_folder
+from support.hf_models import KINDS, TEXT_PARTS, edit, hf_arguments, load_hf, make_hf_folder
 from support.marks import marked_long
-from support.runs import corpus, new_folder, train
+from support.runs import TrainingError, corpus, new_folder, train
 from transformers import AutoTokenizer
 
 STORED = ["--magi.dpo.reference", "file"]
@@ -164,6 +165,32 @@ def test_the_reference_of_dpo_is_the_policy_without_adapters():
     assert model.losses[0] == pytest.approx(math.log(2), rel=1e-6)
     assert model.losses[-1] < model.losses[0]
     assert model.losses == pytest.approx(stored.losses, rel=1e-6)  # computed before training, of the same weights
+    edit(folder, rms_norm_eps=0.1)
+    with pytest.raises(
+        TrainingError, match=r"was made with the configuration \[.*\], this run has \[.*delete the file"
+    ):
+        train(2, arguments(folder, "llama", new_folder(), *options, *STORED), layers=None)
+
+
+def test_adapters_that_were_trained_are_not_left_out_or_scaled_in_silence():
+    folder, dump = make_hf_folder("llama"), new_folder()
+    saved = [
+        *arguments(folder, "llama", dump),
+        "--checkpoint.no-last_save_model_only",
+        "--checkpoint.no-last_save_in_hf",
+    ]
+    train(2, [*saved, "--training.steps", "2"], layers=None)
+    for options, error in {
+        "--magi.lora.target_modules wo": "has trained adapters of w1, w2, w3, wqkv, for which this run has none; set ",
+        "--magi.lora.alpha 64": "magi.lora.alpha is 64, but the adapters of the run that resumes at step 2 have 16",
+    }.items():
+        with pytest.raises(TrainingError, match=re.escape(error)):
+            train(2, [*saved, "--training.steps", "3", *options.split()], layers=None)
+    base = [*saved, "--magi.lora.rank", "0", "--job.dump_folder", new_folder(), "--checkpoint.no-initial_load_in_hf"]
+    with pytest.raises(
+        TrainingError, match="has trained adapters of w1, w2, w3, wo, wqkv, for which this run has none"
+    ):
+        train(2, [*base, "--checkpoint.initial_load_path", f"{dump}/checkpoint/step-2"], layers=None)
 
 
 def report_experts(report):

@@ -16,7 +16,7 @@ from torchtitan_magi import open_trainer
 
 records = [json.loads(line) for line in open(sys.argv[1])]
 with open_trainer(sys.argv[2:]) as trainer:
-    names = {name: list(tensor.shape) for name, tensor in trainer.weights()}
+    names = {name: [*tensor.shape, tensor.double().sum().item()] for name, tensor in trainer.weights()}
     for wrong in ([], [{}], [records[0], {"prompt_ids": [1], "completions": []}], None):
         try:
             trainer.train_step(wrong)
@@ -41,10 +41,18 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("degrees", [pytest.param({"dp": 2}, marks=pytest.mark.either), {"cp": 2, "tp": 2}])
-def test_given_steps_are_those_of_a_file(degrees, tmp_path):
-    folder, path = make_hf_folder("llama", initializer_range=0.1), rollouts_file()
-    options = [*hf_arguments(folder), *ARGUMENTS, "--training.dataset", "rollouts", "--training.seq_len", "1024"]
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [
+        pytest.param("llama", {"dp": 2}, marks=pytest.mark.either),
+        ("llama", {"cp": 2, "tp": 2}),
+        pytest.param("qwen3_moe", {"dp": 2}, marks=pytest.mark.either),
+        ("qwen3_moe", {"dp": 2, "ep": 2}),
+    ],
+)
+def test_given_steps_are_those_of_a_file(kind, degrees, tmp_path):
+    folder, path = make_hf_folder(kind, initializer_range=0.1), rollouts_file()
+    options = [*hf_arguments(folder, kind), *ARGUMENTS, "--training.dataset", "rollouts", "--training.seq_len", "1024"]
     options += ["--training.local_batch_size", "1", "--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
     options += degree_arguments({"cp": 1} | degrees)
     processes = 2 if "dp" in degrees else 4
@@ -60,7 +68,9 @@ def test_given_steps_are_those_of_a_file(degrees, tmp_path):
     assert len(refused) == len(REFUSED)
     assert all(said.startswith(wanted) for said, wanted in zip(refused, REFUSED, strict=True))
     names = json.loads(re.search(r"^NAMES (.*)", printed, re.M)[1])
-    assert names == {name: list(tensor.shape) for name, tensor in tensors_of(folder).items()}
+    expected = {name: [*tensor.shape, tensor.double().sum().item()] for name, tensor in tensors_of(folder).items()}
+    assert names.keys() == expected.keys()
+    assert all(values == pytest.approx(expected[name], abs=1e-4) for name, values in names.items())
 
 
 LED = """

@@ -1,5 +1,6 @@
 """What a Hugging Face ``config.json`` says of its model, and how that differs from another model."""
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -232,6 +233,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.value_dim == 0:
             object.__setattr__(self, "value_dim", self.head_dim)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that is compared."""
+        return hashlib.sha256(repr(replace(self, max_positions=0, left_out="")).encode()).hexdigest()[:16]
 
     @property
     def num_attention_layers(self) -> int:

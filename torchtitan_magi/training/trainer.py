@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.models.names import ADAPTERS
 from torchtitan_magi.training.activations.layers import stop_offloading
 from torchtitan_magi.training.batches.given_rollouts import GivenRollouts
 from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch, Process, on_device
 from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
-from torchtitan_magi.training.checkpoints.digests import read_metadata
+from torchtitan_magi.training.checkpoints.digests import METADATA, read_metadata
 from torchtitan_magi.training.experts import expert_biases, expert_counts_kept
 from torchtitan_magi.training.memory_log import give_back_before
 from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
@@ -29,15 +31,17 @@ from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.policy_gradient import PolicyGradient
 from torchtitan_magi.training.objectives.reference_file import reference_file
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
+from torchtitan_magi.training.process.all_ranks import gathered
 from torchtitan_magi.training.process.groups import data_parallel_place, group_of
 from torchtitan_magi.training.process.last_line import stopped, told_on_signal
 from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
-from torchtitan_magi.wording import quoted, quoted_path
+from torchtitan_magi.wording import quoted, quoted_path, shown
 
 TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
+ALPHA = "lora_alpha"  # entry of it
 
 
 class ObjectiveTrainer:
@@ -52,6 +56,7 @@ class ObjectiveTrainer:
     checkpointer: Any
     tokenizer: Any
     model_parts: Sequence[nn.Module]
+    model_facts: ModelConfig
     gc_handler: Any
     dataloader: PlannedLoader
     device: torch.device
@@ -63,6 +68,7 @@ class ObjectiveTrainer:
     pipeline: Pipeline | None = None  # where the model is in parts
     process: Process
     loaded_names: frozenset[str] | None = None  # of all entries of the checkpoint that is being loaded
+    loaded_alpha: float | None = None  # of the adapters of the checkpoint, as far as it says
 
     @property
     def num_microbatches(self) -> int:
@@ -187,6 +193,12 @@ class ObjectiveTrainer:
     def _begin(self) -> None:
         """Once, between loading the checkpoint and the first step."""
         self.steps_done = self.step
+        alpha, loaded = self.job_config.magi.lora.alpha, self.loaded_alpha
+        if loaded not in (None, alpha):
+            raise ValueError(
+                f"magi.lora.alpha is {alpha:g}, but the adapters of the run that resumes at step {self.step} have "
+                f"{loaded:g}; set it to that"
+            )
         give_back_before(self.optimizers)
         for objective in self.objectives:
             objective.reference.prepare(self.step)
@@ -263,9 +275,16 @@ class ObjectiveTrainer:
                 "weights are given whole, but the model is cut by parallelism.pipeline_parallel_degree or has adapters "
                 "(magi.lora.rank); export them by checkpoint.last_save_in_hf instead"
             )
-        weights = self.checkpointer.sd_adapter.to_hf(self.checkpointer.states["model"].state_dict())
-        for name, tensor in weights.items():
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not self.checkpointer.enable:
+            raise ValueError("weights are given by the names of checkpoints, and checkpoint.enable is false; set it")
+        layers: dict[str, dict[str, Tensor]] = {}  # of experts, whose adapters split only what this rank has of them
+        for name, tensor in self.checkpointer.states["model"].state_dict().items():
+            layer = name.partition("experts.")[0] if "experts." in name else ""
+            layers.setdefault(layer, {})[name] = tensor
+        for layer, tensors in layers.items():
+            whole = {name: _whole(tensor) for name, tensor in tensors.items()} if layer else tensors
+            for name, tensor in self.checkpointer.sd_adapter.to_hf(whole).items():
+                yield name, _whole(tensor)
 
     def _stopped(self) -> str:
         checkpointer = self.checkpointer
@@ -323,6 +342,8 @@ class ObjectiveTrainer:
     def state_dict(self) -> dict[str, Any]:
         """ntokens_seen counts the tokens of all data-parallel ranks, as a resumed run may have more or fewer ranks."""
         state, own = super().state_dict(), self.objective.reference.state_dict()  # type: ignore[misc]
+        if self.job_config.magi.lora.rank:
+            own |= {ALPHA: self.job_config.magi.lora.alpha}
         if self.loaded_names is not None:
             own = {name: value for name, value in own.items() if f"{TRAIN_STATE}.{name}" in self.loaded_names}
         return state | {"ntokens_seen": int(self.num_tokens_seen)} | own
@@ -331,19 +352,28 @@ class ObjectiveTrainer:
         """Reads what ``state_dict`` returned."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self.num_tokens_seen.fill_(state_dict["ntokens_seen"])
+        self.loaded_alpha = state_dict.get(ALPHA)
         for objective in self.objectives:
             objective.reference.load_state_dict(state_dict)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
 def loading_train_state(states: dict[str, Any], folder: str | os.PathLike[str]) -> Iterator[None]:
     """Lets a checkpoint of an earlier version be loaded, which has fewer entries: torch reads all that a ``state_dict``
-    names.
+    names. Torch leaves the rest out, which may not be adapters. A collective of all ranks.
 
     Args:
         states: what is loaded; a Trainer of ours may be among them.
         folder: of the checkpoint.
+
+    Raises:
+        ValueError: the checkpoint has adapters for which the run has none; one line.
     """
+    _check_adapters(states, Path(folder))
     trainer = states.get(TRAIN_STATE)
     if not isinstance(trainer, ObjectiveTrainer):
         yield
@@ -353,3 +383,16 @@ def loading_train_state(states: dict[str, Any], folder: str | os.PathLike[str]) 
         yield
     finally:
         trainer.loaded_names = None
+
+
+def _check_adapters(states: dict[str, Any], folder: Path) -> None:
+    if not (folder / METADATA).is_file():  # safetensors, of which all must have a place
+        return
+    saved = {name for name in read_metadata(folder).state_dict_metadata if not name.startswith("optimizer.")}
+    left_out = {name for name in saved if ADAPTERS.search(name)}.difference(*gathered([*states]))
+    if left_out:
+        layers = {ADAPTERS.split(name)[0].rpartition(".")[2] for name in left_out}
+        raise ValueError(
+            f"{shown(folder)} has trained adapters of {', '.join(sorted(layers))}, for which this run has none; set "
+            "magi.lora.rank and magi.lora.target_modules to those of the run that made it"
+        )

@@ -20,7 +20,7 @@ from torchtitan_magi.training.objectives.reference_file import (
     write_logprobs,
 )
 
-FINGERPRINTS = {"model": "0123456789abcdef", "data": "records, tokenizer, layout"}
+FINGERPRINTS = {"model": "0123456789abcdef", "configuration": "76543210", "data": "records, tokenizer, layout"}
 LOGPROBS = -np.arange(10.0).reshape(5, 2)
 REMEDY = "do this"
 
@@ -52,6 +52,15 @@ def test_what_is_written_is_read(path):
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_a_file_of_an_earlier_version_says_nothing_of_the_configuration(path):
+    earlier = {name: text for name, text in FINGERPRINTS.items() if name != "configuration"}
+    assert "made with the configuration [76543210], this run has [other]" in error_of(
+        path, fingerprints=FINGERPRINTS | {"configuration": "other"}
+    )
+    write_logprobs(path, earlier, LOGPROBS)
+    assert (read(path) == LOGPROBS).all()
+
+
 # ------------------------------------------------------------------------------------------------ files that are wrong
 
 
@@ -78,9 +87,9 @@ def test_a_flipped_bit_is_named_or_changes_nothing(path):
 
 OTHER = np.random.default_rng(0).normal(size=(5, 2))
 WRONG_ENTRIES = {
-    "no logprobs": ({"logprobs": None}, "its entries are data, digest, model"),
-    "no model": ({"model": None}, "its entries are data, digest, logprobs"),
-    "one more": ({"more": 3}, "its entries are data, digest, logprobs, model, more"),
+    "no logprobs": ({"logprobs": None}, "its entries are configuration, data, digest, model"),
+    "no model": ({"model": None}, "its entries are configuration, data, digest, logprobs"),
+    "one more": ({"more": 3}, "its entries are configuration, data, digest, logprobs, model, more"),
     "other numbers": ({"logprobs": OTHER}, "its digest is not that of its content"),
     "other shape": ({"logprobs": LOGPROBS.reshape(2, 5)}, "its digest is not that of its content"),
     "other model": ({"model": "another"}, "its digest is not that of its content"),
@@ -188,7 +197,7 @@ def one_rank(monkeypatch):
 
 def prepared(path, step=0, model="0123456789abcdef", compute=lambda: torch.from_numpy(LOGPROBS)):
     data = ReferenceData(path, FINGERPRINTS["data"], 5, compute)
-    reference = ReferenceFile(lambda: model, lambda: data, torch.device("cpu"))
+    reference = ReferenceFile(lambda: model, FINGERPRINTS["configuration"], lambda: data, torch.device("cpu"))
     reference.model_fingerprint = model
     reference.prepare(step)
     return reference.logprobs_of_records.numpy()

@@ -14,6 +14,7 @@ from torchtitan.train import Trainer
 
 from torchtitan_magi.titan.v02.attention import local_batches
 from torchtitan_magi.titan.v02.components import MagiMetricsProcessor
+from torchtitan_magi.titan.v02.models import config_of
 from torchtitan_magi.titan.v02.spec import MagiSpec
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.process.last_line import LAST_LINE
@@ -39,6 +40,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
                 "torchtitan's entry point, torchrun -m torchtitan.train, or add a flavor to llama3 or qwen3 instead"
             )
         save_config(job_config)
+        self.model_facts = config_of(self.model_args)
         self.process = local_batches(self.post_dataloading_process)
         compile_config = self.job_config.compile
         compiled = compile_config.enable and "loss" in compile_config.components

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchtitan_magi.machine import cause
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.objectives.dpo import PairBatch
 from torchtitan_magi.training.objectives.fingerprint import fingerprint_of_model
+from torchtitan_magi.training.objectives.lora import adapters_off
 from torchtitan_magi.training.objectives.objective import Reference
 from torchtitan_magi.training.objectives.reference_model import Policy
 from torchtitan_magi.training.process.all_ranks import on_first_rank
@@ -29,7 +31,8 @@ from torchtitan_magi.wording import one_line, shown
 
 logger = logging.getLogger(__name__)
 
-ENTRIES = {"logprobs", "model", "data", "digest"}  # of a reference file; those of earlier versions have no digest
+LATER = {"digest", "configuration"}  # entries of a reference file that those of earlier versions lack
+ENTRIES = {"logprobs", "model", "data"} | LATER
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,21 @@ class ReferenceFile(Reference):
     The first run writes the file, with fingerprints of model and data; a run that has the same ones uses it.
 
     Args:
-        fingerprint_model: the fingerprint of the model as it is now; a collective of all ranks.
+        fingerprint_model: the fingerprint of the model's weights as they are now; a collective of all ranks.
+        configuration: the fingerprint of what else the model computes with.
         open_data: called when the weights are loaded; a collective of all ranks.
         device: where the numbers are looked up.
     """
 
     def __init__(
-        self, fingerprint_model: Callable[[], str], open_data: Callable[[], ReferenceData], device: torch.device
+        self,
+        fingerprint_model: Callable[[], str],
+        configuration: str,
+        open_data: Callable[[], ReferenceData],
+        device: torch.device,
     ) -> None:
-        self.fingerprint_model, self.open_data, self.device = fingerprint_model, open_data, device
+        self.fingerprint_model, self.configuration = fingerprint_model, configuration
+        self.open_data, self.device = open_data, device
         self.model_fingerprint = ""
         self.logprobs_of_records = torch.empty(0, 2)
 
@@ -73,7 +82,7 @@ class ReferenceFile(Reference):
         if step == 0:
             self.model_fingerprint = self.fingerprint_model()
         data = self.open_data()
-        fingerprints = {"model": self.model_fingerprint, "data": data.fingerprint}
+        fingerprints = {"model": self.model_fingerprint, "configuration": self.configuration, "data": data.fingerprint}
         remedy = (
             f"a run resumed at step {step} cannot make it; put it back, or start a new run"
             if step > 0
@@ -134,14 +143,19 @@ def reference_file(policy: Policy, section: Any) -> ReferenceFile:
 
     def compute(loader: PackLoader) -> Tensor:
         group = group_of(policy.parallel_dims, "batch")
-        ids, numbers, found = policy.logprobs_of(loader)
+        with adapters_off(policy.model_parts):
+            ids, numbers, found = policy.logprobs_of(loader)
         width = int(reduced(1 + torch.cat([numbers, numbers.new_zeros(1)]).max(), group, dist.ReduceOp.MAX))
         logprobs = found.new_zeros(loader.dataset.num_records, width, 2)
         logprobs[ids, numbers] = found
         return reduced(logprobs, group).flatten(1)
 
     precision = job_config.training.mixed_precision_param
-    return ReferenceFile(lambda: fingerprint_of_model(policy.model_parts, precision), open_data, policy.device)
+    weights, configuration = (
+        partial(fingerprint_of_model, policy.model_parts, precision),
+        policy.model_facts.fingerprint,
+    )
+    return ReferenceFile(weights, configuration, open_data, policy.device)
 
 
 def read_logprobs(
@@ -170,8 +184,8 @@ def read_logprobs(
         reason = str(error).partition("\n")[0][:200] or type(error).__name__
         raise refused(f"is damaged ({reason})") from None
     for name, now in fingerprints.items():
-        if entries[name] != now:
-            raise refused(f"was made with the {name} [{one_line(entries[name])}], this run has [{now}]")
+        if (made := entries.get(name, now)) != now:
+            raise refused(f"was made with the {name} [{one_line(made)}], this run has [{now}]")
     logprobs = entries["logprobs"]
     if logprobs.ndim != 2 or len(logprobs) != num_records or logprobs.shape[1] % 2 or not logprobs.shape[1]:
         raise refused(f"is damaged (log-probabilities {logprobs.shape} for {num_records} records)")
@@ -184,7 +198,7 @@ def _entries(content: bytes) -> dict[str, Any]:
     """The entries of a reference file, checked by themselves: an array and strings."""
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         entries = {name: file[name] for name in file.files}
-    if not ENTRIES - {"digest"} <= entries.keys() <= ENTRIES:
+    if not ENTRIES - LATER <= entries.keys() <= ENTRIES:
         raise ValueError(f"its entries are {', '.join(sorted(entries))}")
     if entries["logprobs"].dtype != np.float64:
         raise ValueError(f"log-probabilities are {entries['logprobs'].dtype}")
@@ -199,7 +213,8 @@ def _entries(content: bytes) -> dict[str, Any]:
 
 
 def _digest(logprobs: npt.NDArray[np.float64], texts: dict[str, str]) -> str:
-    digest = hashlib.sha256(repr((logprobs.shape, texts["model"], texts["data"])).encode())
+    later = [texts[name] for name in ("configuration",) if name in texts]
+    digest = hashlib.sha256(repr((logprobs.shape, texts["model"], texts["data"], *later)).encode())
     digest.update(np.ascontiguousarray(logprobs).tobytes())
     return digest.hexdigest()
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.objectives.dpo import PairBatch, logprobs_by
 from torchtitan_magi.training.objectives.fingerprint import KnownWeights, fingerprint_of_model
@@ -26,6 +27,7 @@ class Policy(Protocol):
     parallel_dims: Any
     device: torch.device
     model_parts: Sequence[nn.Module]
+    model_facts: ModelConfig
 
     def build_frozen_copy(self) -> LogprobModel | Pipeline: ...
 
