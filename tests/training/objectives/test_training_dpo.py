@@ -169,6 +169,7 @@ def test_a_killed_run_continues(reference):
     assert resumed.grad_norms == whole.grad_norms[2:]
     other = ["--magi.dpo.reference", "model" if reference == "file" else "file"]
     refused = [(other, True, rf'reference is "{other[1]}", but .*step-2 is of a run with "{reference}"; set it')]
+    refused.append((["--checkpoint.exclude_from_loading", "dataloader", *other], True, refused[0][2]))
     if reference == "file":
         (folder / "pairs.jsonl.reference.npz").unlink()
         refused.append(([], False, "does not exist, and a run resumed at step 2 cannot make it; put it back"))
