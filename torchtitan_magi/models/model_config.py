@@ -236,7 +236,7 @@ class ModelConfig:
 
     @property
     def fingerprint(self) -> str:
-        """Of all that is compared."""
+        """A digest of all that is compared."""
         return hashlib.sha256(repr(replace(self, max_positions=0, left_out="")).encode()).hexdigest()[:16]
 
     @property

@@ -62,7 +62,7 @@ def _own_options(states: dict[str, Any]) -> Iterator[None]:
 
 
 def _options(optimizers: Any) -> list[list[dict[str, Any]]]:
-    """Of each group of each optimizer."""
+    """The options of each group of each optimizer."""
     return [
         [{name: value for name, value in group.items() if name not in NO_OPTIONS} for group in optimizer.param_groups]
         for optimizer in optimizers

@@ -229,6 +229,10 @@ def calling(arguments):
         ({"messages": [SYSTEM, USER], "system": "other"}, '"system" and a first message of role "system"; leave it'),
         ({"conversations": [{"from": "human", "value": "q", "role": "system"}]}, 'has "from" and "role"; leave it one'),
         ({"conversations": [{"from": "gpt", "value": "q", "content": "a"}]}, 'has "value" and "content"; leave it one'),
+        ({"prompt": "q", "completion": [USER, ASSISTANT]}, '"completion" repeats "prompt"; leave it out there'),
+        ({"prompt": "q", "completion": [SYSTEM, USER, ASSISTANT]}, '"completion" repeats "prompt"; leave it out there'),
+        ({"messages": [USER], "completions": ["a"]}, 'has "messages" and "completions"; leave it one of them'),
+        ({"prompt": "q", "completion": "a", "completions": ["a"]}, 'has "completion" and "completions"; leave it one'),
     ],
 )
 def test_a_malformed_record_is_one_line(record, message):
@@ -275,7 +279,6 @@ def test_every_form_of_an_answer():
         "weights": [1.0, 1.0, 1.0, 0.5, 1.0],
         "tools": TOOLS,
     }
-    assert parse_document({"messages": [USER], "completions": ["x"]}) == {"messages": [USER]}  # as any other key
 
 
 @pytest.mark.parametrize(
@@ -292,6 +295,7 @@ def test_every_form_of_an_answer():
         (["a", {"completion": "b", "score": 1}], 'completions[1] has "score", by which no answer is learned here; use'),
         ([{"completion": "b", "reward": 1}], 'completions[0] has "reward", by which no answer is learned here; use it'),
         ([{"content": "b"}], 'has no "role"'),
+        (["b", [user("the hat"), ASSISTANT]], 'completions[1] repeats "prompt"; leave it out there'),
     ],
 )
 def test_what_is_no_answer_is_one_line(answers, message):
@@ -315,6 +319,24 @@ def test_each_answer_is_tokenized_as_a_record_of_its_own():
     np.testing.assert_array_equal(made.documents[0].tokens, first.tokens)
     np.testing.assert_array_equal(made.documents[0].loss_mask, first.loss_mask)
     assert learned(text) == "<s>the end</s>"
+
+
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, CHATML_UNMARKED, LLAMA3_TEMPLATE])
+@pytest.mark.parametrize("said", [{}, {"weight": 1}])
+def test_of_a_prompt_nothing_is_learned_though_the_assistant_speaks_in_it(template, said):
+    """As `messages` the same tokens are learned in both of its turns."""
+    tokenizer, end = chat(template), TURN_ENDS[template]
+    prompt = [SYSTEM, USER, assistant("the hat", **said), user("the cat")]
+    given = {"completion": "a dog"}, {"completions": ["a dog", "the end"]}, {"messages": [*prompt, assistant("a dog")]}
+    one, answers, whole = tokenizer.documents(
+        [parse_document(record if "messages" in record else {"prompt": prompt} | record) for record in given]
+    )
+    assert learned(one) == f"a dog{end}"
+    assert [learned(document) for document in answers.documents] == [f"a dog{end}", f"the end{end}"]
+    assert learned(whole) == f"the hat{end}a dog{end}"
+    for document in (one, answers.documents[0]):
+        np.testing.assert_array_equal(document.tokens, whole.tokens)
+        assert document.notes == ()
 
 
 def test_an_answer_that_the_template_refuses_is_the_records_error():

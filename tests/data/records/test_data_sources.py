@@ -47,7 +47,7 @@ def with_other_columns(records):
     for key in {key for record in records for key in record} - {*table.column_names}:
         table = table.append_column(key, pa.array([record.get(key) for record in records]))
     times = pa.array([10**9 + 1] * len(records), pa.timestamp("ns"))
-    return table.append_column("time", times).append_column("image", pa.array([b"\xff"] * len(records)))
+    return table.append_column("time", times).append_column("picture", pa.array([b"\xff"] * len(records)))
 
 
 def save_jsonl(path, records):
@@ -160,6 +160,83 @@ def test_content_that_is_digested_changes_the_fingerprint(tmp_path, cache):
             save(path, records)
             found.append(Corpus(text.format(path=path), cache=cache).fingerprint)
         assert found[0] != found[1], name
+
+
+@pytest.mark.parametrize("name", ["saved", "splits", "hub"])
+def test_datasets_that_would_be_held_in_memory_are_told_apart(name, tmp_path, cache, monkeypatch):
+    """Their tokens are kept by a digest of their files, of which such a data set has none."""
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 2**40)
+    save, text, _ = FORMATS[name]
+    digests = set()
+    for number, records in enumerate([RECORDS, [*RECORDS[:-1], {"prompt": "a", "completion": "c"}]]):
+        (tmp_path / f"data{number}").mkdir()
+        save(tmp_path / f"data{number}" / name, records)
+        digests.add(Corpus(text.format(path=tmp_path / f"data{number}" / name), cache=cache).digest(0))
+    assert len(digests) == 2
+
+
+def test_a_dataset_whose_files_do_not_say_what_it_holds_is_refused(tmp_path):
+    save_folder(tmp_path / "saved", RECORDS)
+    data = datasets.load_from_disk(tmp_path / "saved")
+    for other in (datasets.Dataset.from_list(RECORDS), data.select([1, 0])):
+        with pytest.raises(
+            ValueError, match=r"'a' has its rows, or their order, in memory; save it with save_to_disk$"
+        ):
+            tables.DatasetFile("a", other)
+    assert len(tables.DatasetFile("a", data)) == len(RECORDS)
+
+
+# values of a column with images, and whether each row has some
+IMAGES = {
+    "paths": (pa.array(["", "a.png", None]), [False, True, False]),
+    "bytes": (pa.array([b"", b"\xff" * 10_000, None]), [False, True, False]),
+    "lists": (pa.array([[], ["a.png", "b.png"], None]), [False, True, False]),
+    "objects": (pa.array([None, {"bytes": b"\xff", "path": None}, {"bytes": None, "path": "a"}]), [False, True, True]),
+    "lists of objects": (pa.array([[], [{"bytes": b"\xff", "path": None}], None]), [False, True, False]),
+    "categories": (pa.array(["", "a.png", None]).dictionary_encode(), [False, True, False]),
+    "numbers of categories": (pa.array([7, 8, None]).dictionary_encode(), [True, True, False]),
+    "bits": (pa.array([False, True, None]), [False, True, False]),
+    "JSON": (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[]", '["a"]', None])), [False, True, False]),
+    "none": (pa.nulls(3), [False, False, False]),
+    "times that Python lacks": (pa.array([10**9 + 1, None, None], pa.timestamp("ns")), [True, False, False]),
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize("name", ["a.parquet", "saved"])
+def test_records_with_images_in_a_column_are_malformed_as_in_jsonl(name, kind, tmp_path):
+    if name == "saved" and kind in ("numbers of categories", "JSON"):
+        pytest.skip("the library cannot save them")
+    column, has = IMAGES[kind]
+    table = pa.table({"messages": [RECORDS[0]["messages"]] * 3, "image": column})
+    if name == "saved":
+        datasets.Dataset(table).save_to_disk(tmp_path / name)
+    else:
+        pq.write_table(table, tmp_path / name, row_group_size=2)
+    corpus = Corpus(tmp_path / name)
+    rows = [row for block in range(corpus.num_blocks) for row in corpus.read(block)]
+    assert [isinstance(row, ValueError) for row in rows] == has
+    assert all(
+        str(row).startswith('the record has "image", and only text is') for row in rows if isinstance(row, ValueError)
+    )
+    assert corpus.unread_columns(0) == ()
+
+
+def test_a_column_of_a_record_may_have_the_name_of_images(tmp_path):
+    pq.write_table(pa.table({"image": ["a cat"], "text": ["x"]}), tmp_path / "a.parquet")
+    assert Corpus(f"{tmp_path}/a.parquet?text=image")[0] == {"text": "a cat"}
+
+
+def test_of_images_in_parquet_the_least_is_read(tmp_path):
+    images = [{"bytes": bytes([number]) * 2**20, "path": f"{number}.png"} for number in range(8)]
+    pq.write_table(pa.table({"text": ["a"] * 8, "images": [[image] for image in images]}), tmp_path / "a.parquet")
+    corpus = Corpus(tmp_path / "a.parquet", parse=lambda record: record)
+    assert corpus.num_blocks == 1  # blocks are by the size of the text
+    with mock.patch.object(
+        pq.ParquetFile, "iter_batches", autospec=True, side_effect=pq.ParquetFile.iter_batches
+    ) as read:
+        assert corpus.read(0) == [{"text": "a", "images": True}] * 8
+    assert read.call_args.kwargs["columns"] == ["text", "images.list.element.path"]
 
 
 def test_folders_and_patterns_take_all_formats(tmp_path, cache):

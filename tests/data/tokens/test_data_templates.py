@@ -436,6 +436,44 @@ def test_notes_say_what_a_template_leaves_out():
     }
 
 
+# strings of arguments that templates write as they are or escaped; the second call is to the same function
+ARGUMENTS = [
+    {"x": 'Paris "é"\n\tC:\\new', "y": {"z": ["a b", " ☃c\x1b"]}},
+    {"x": "London's 🎩", "y": {"z": ["</x>", "-"]}},
+]
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in REFUSED and "tool_calls" in SHIPPED[name]])
+def test_calls_that_a_template_drops_are_noted_and_no_others(name):
+    compared = 0
+    for calls in (ARGUMENTS[:1], ARGUMENTS, [{"x": "Paris"}, {"x": "London"}]):
+        messages = [user("q"), calling(*calls), tool("ttt"), assistant("ccc")]
+        try:
+            rendering = template(name).render(messages)
+        except ValueError:
+            continue
+        compared += 1
+        is_whole = all(word in rendering.text for word in ("Paris", "London")[: len(calls)])
+        assert ("the chat template drops tool calls" in rendering.notes) == (not is_whole), calls
+    assert compared or name in LOOKING_AHEAD
+
+
+def test_the_second_of_two_calls_is_noted_where_a_template_writes_one():
+    """Also where they have the same arguments, or where it writes both names."""
+    note, rest = "the chat template drops tool calls", [tool("ttt"), assistant("ccc")]
+    for calls in (ARGUMENTS, [{"x": 1}, {"x": 1}]):
+        assert note in template("gptoss").render([user("q"), calling(*calls), *rest]).notes
+        assert note not in template("qwen3").render([user("q"), calling(*calls), *rest]).notes
+    source = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}{{ call.function.arguments if loop.first }}{% endfor %}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    shape = ChatTemplate(source, TOKENS, date.today(), "shape")
+    assert shape.render([user("q"), calling(*ARGUMENTS[:1])]).notes == ()
+    assert shape.render([user("q"), calling(*ARGUMENTS)]).notes == (note,)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gptoss", "deepseekv3"])
 def test_fields_that_have_the_name_of_something_else_in_the_template_are_named(name):
     """Such as `loop.index`, `tool_call.id`, or a word of its text."""

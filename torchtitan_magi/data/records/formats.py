@@ -21,7 +21,8 @@ the best.
 
 Each of "completions" is a string, messages, or `{"completion": "..." or messages}`, in a document perhaps with a
 "weight", in pairs with a "score". As documents they are learned as so many records with "prompt" and "completion", each
-of which counts as often as its weight says (1 if none is given).
+of which counts as often as its weight says (1 if none is given). Of a prompt nothing is learned, the assistant's turns
+included.
 
 A string stands for one turn: the user's in "prompt", the assistant's in "completion", "chosen" and "rejected". "tools"
 and "chat_template_kwargs" go to the chat template with the messages; "system" (a string) becomes the first message, and
@@ -40,6 +41,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torchtitan_magi.data.records.record_file import FORMS
 from torchtitan_magi.wording import quoted
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -48,7 +50,7 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} |
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _WEIGHT = ("weight", "loss", "train", "loss_mask")
 _JUDGED = {"score": "dpo", "advantage": "rollouts", "reward": "rollouts"}  # keys of answers, and the dataset for them
-_SEEN = ("images", "image", "videos", "video", "audios", "audio")  # beside messages: what they are about
+SEEN = ("images", "image", "videos", "video", "audios", "audio")  # beside messages: what they are about
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")  # of a template
 _TOO_LARGE = 1e38  # for float32, in which numbers of answers are kept
 BELOW = "below 1e38"
@@ -73,9 +75,7 @@ def parse_document(record: Any) -> dict[str, Any]:
     Raises ValueError (`what; remedy`) when it has none of the forms.
     """
     _check_object(record, '"messages" or "text"')
-    forms = [key for key in ("messages", "conversations", "completion", "output", "text") if key in record]
-    if not forms and "completions" in record:
-        return _with_tools(record, _weighted_answers(record))
+    forms = [key for key in FORMS if key in record]
     if forms == ["output", "text"]:  # Alpaca's own records repeat themselves as "text"
         forms.pop()
     if len(forms) > 1:
@@ -93,12 +93,14 @@ def parse_document(record: Any) -> dict[str, Any]:
     (form,) = forms
     if form == "text":
         return {"text": _text(record, "text")}
+    if form == "completions":
+        return _with_tools(record, _weighted_answers(record))
     if form == "messages":
         messages = _messages("messages", record["messages"])
     elif form == "conversations":
         messages = _sharegpt(record["conversations"])
     elif form == "completion":
-        messages = _turn(record, "prompt", "user") + _completion(record, "completion")
+        messages = _prompted(record)
     else:
         messages = _alpaca(record)
     return _with_tools(record, {"messages": _with_system(record, messages)})
@@ -168,7 +170,19 @@ def _completion(record: dict[str, Any], key: str) -> Messages:
     return _turn(record, key, "assistant")
 
 
-def _answers(record: dict[str, Any]) -> tuple[list[Messages], list[dict[str, Any]]]:
+def _prompted(record: dict[str, Any]) -> Messages:
+    """The messages of a prompt, of which none is learned, and its completion."""
+    prompt, completion = _turn(record, "prompt", "user"), _completion(record, "completion")
+    _check_begins_anew('"completion"', prompt, completion)
+    return [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in prompt] + completion
+
+
+def _check_begins_anew(name: str, prompt: Messages, completion: Messages) -> None:
+    if _repeats(prompt, completion):
+        raise ValueError(f'{name} repeats "prompt"; leave it out there')
+
+
+def _answers(record: dict[str, Any], prompt: Messages) -> tuple[list[Messages], list[dict[str, Any]]]:
     """The messages of each completion, and the object that says more of it, {} where it is none."""
     completions = record["completions"]
     if not isinstance(completions, list) or not completions:
@@ -182,12 +196,14 @@ def _answers(record: dict[str, Any]) -> tuple[list[Messages], list[dict[str, Any
         given.append(more)
         if not any(message["role"] == "assistant" for message in answers[-1]):
             raise ValueError(f"{name} has no assistant message; add one")
+        _check_begins_anew(name, prompt, answers[-1])
     return answers, given
 
 
 def _weighted_answers(record: dict[str, Any]) -> dict[str, Any]:
     """Prompt, completions and their weights."""
-    answers, given = _answers(record)
+    prompt = _turn(record, "prompt", "user")
+    answers, given = _answers(record, prompt)
     for index, more in enumerate(given):
         key = next((key for key in _JUDGED if more.get(key) is not None), None)
         if key and more.get("weight") is None:
@@ -201,17 +217,14 @@ def _weighted_answers(record: dict[str, Any]) -> dict[str, Any]:
     for index, weight in enumerate(weights):
         if not is_number(weight) or weight < 0:
             raise ValueError(f"completions[{index}].weight is {quoted(weight)}; use a number of at least 0, {BELOW}")
-    prompt = _with_system(record, _turn(record, "prompt", "user"))
-    return {"prompt": prompt, "completions": answers, "weights": [float(weight) for weight in weights]}
+    weights = [float(weight) for weight in weights]
+    return {"prompt": _with_system(record, prompt), "completions": answers, "weights": weights}
 
 
 def _answers_in_pairs(record: dict[str, Any]) -> dict[str, Any]:
     """Prompt, the completions that are in pairs, and these."""
-    answers, given = _answers(record)
     prompt = _turn(record, "prompt", "user")
-    for index, answer in enumerate(answers):
-        if _repeats(prompt, answer):
-            raise ValueError(f'completions[{index}] repeats "prompt"; leave it out there')
+    answers, given = _answers(record, prompt)
     scores = [more.get("score") for more in given]
     has_scores = any(score is not None for score in scores)
     if record.get("pairs") is not None:
@@ -426,7 +439,7 @@ def _with_system(record: dict[str, Any], messages: Messages) -> Messages:
 
 def check_only_text(record: dict[str, Any]) -> None:
     """Raises ValueError for a record with images and the like."""
-    if name := next((key for key in _SEEN if record.get(key)), None):
+    if name := next((key for key in SEEN if record.get(key)), None):
         raise ValueError(
             f'the record has "{name}", and only text is trained here; remove it, or the key where its text needs none'
         )

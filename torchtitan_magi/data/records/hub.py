@@ -1,4 +1,7 @@
-"""Data sets that the `datasets` library loads: by their name on the hub, or from a folder that it saved."""
+"""Data sets that the `datasets` library loads: by their name on the hub, or from a folder that it saved.
+
+They stay in files, by whose content tokens are named; HF_DATASETS_IN_MEMORY_MAX_SIZE may want them in memory.
+"""
 
 import os
 import threading
@@ -24,7 +27,7 @@ def load_hub(name: str, subset: str | None, split: str) -> "Dataset":
 
     try:
         with _one_at_a_time:
-            return datasets.load_dataset(name, subset, split=split, cache_dir=_cache_of(name))
+            return datasets.load_dataset(name, subset, split=split, cache_dir=_cache_of(name), keep_in_memory=False)
     except ConnectionError as error:
         remedy = "load it once where there is a network, with the same HF_HOME, and unset HF_HUB_OFFLINE there"
         reason = _line_of(error)
@@ -48,7 +51,7 @@ def load_saved(folder: str, split: str | None) -> tuple[str, "Dataset"]:
     import datasets
 
     try:
-        loaded = datasets.load_from_disk(folder)
+        loaded = datasets.load_from_disk(folder, keep_in_memory=False)
     except Exception as error:  # whatever a damaged folder leads to
         raise ValueError(
             f"cannot read {quoted_path(folder)}, saved by datasets: {_line_of(error)}; save it again"

@@ -1,7 +1,8 @@
 """Records in columns: Parquet files, and data sets that the `datasets` library reads.
 
 A row becomes the object that it would be on a line of JSONL. Arrow gives an object all keys of its column, with null
-for those that it lacks, so keys without a value are left out.
+for those that it lacks, so keys without a value are left out. Of columns with images and the like a row has only
+whether there is a value: such a record is refused.
 """
 
 import functools
@@ -10,16 +11,17 @@ import zlib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchtitan_magi.data import guard
-from torchtitan_magi.data.records.formats import parse_document
+from torchtitan_magi.data.records.formats import SEEN, parse_document
 from torchtitan_magi.data.records.jsonl import json_value
 from torchtitan_magi.data.records.kept_files import digest_of_file
 from torchtitan_magi.data.records.record_file import (
@@ -49,7 +51,8 @@ class TableFile(RecordFile):
         return f"{shown(self.path)}:{index + 1}"
 
     def _used_columns(self, names: list[str]) -> list[str]:
-        """The columns that hold keys of records; no other is read. Raises ValueError if there are none."""
+        """The columns that hold keys of records; of others nothing is read, but for `_seen`. Raises ValueError if there
+        are none."""
         for key, column in self.columns.items():
             if column not in names:
                 raise ValueError(
@@ -62,11 +65,13 @@ class TableFile(RecordFile):
                 f'{quoted_path(self.path)} has only the columns {quoted(names)}, none of them "messages", "text" or '
                 "the like; say which one holds them, as in ?messages=COLUMN after the source"
             )
-        if len(used) > len({*used}):
+        self._seen = [name for name in names if name in SEEN and name not in used]
+        read = [*used, *self._seen]
+        if len(read) > len({*read}):
             raise ValueError(
                 f"{quoted_path(self.path)} has columns of the same name, {quoted(names)}; rename or remove one"
             )
-        self.unread_columns = tuple(name for name in names if name not in used)
+        self.unread_columns = tuple(name for name in names if name not in read)
         return used
 
     def _identify(self, cache: Path | None, selection: str = "") -> None:
@@ -82,11 +87,14 @@ class TableFile(RecordFile):
 
     def _values(self, first: int, last: int) -> Iterator[Any]:
         for table in self._tables(first, last):
+            for name in self._seen:
+                place = table.schema.get_field_index(name)
+                table = table.set_column(place, name, _is_there(table.column(place)))
             yield from _objects(table)
 
     @abstractmethod
     def _tables(self, first: int, last: int) -> Iterator[pa.Table]:
-        """Rows first:last, their columns in use."""
+        """Rows first:last, their columns in use, and of those in `_seen` what shows whether there is a value."""
 
 
 class ParquetFile(TableFile):
@@ -105,13 +113,16 @@ class ParquetFile(TableFile):
             footer = _footer(name)
         self._used = self._used_columns(footer.names)
         self._group_firsts = np.cumsum([0, *footer.num_rows], dtype=np.int64)
-        sizes = [sum(size.get(column, 0) for column in self._used) for size in footer.sizes]
+        sizes = [_size_of(self._used, group) for group in footer.sizes]
         self.num_bytes = sum(sizes)
         firsts = [
             _block_firsts(first, num_rows, size)
             for first, num_rows, size in zip(self._group_firsts.tolist(), footer.num_rows, sizes, strict=False)
         ]
         self.block_firsts = np.concatenate([*firsts, self._group_firsts[-1:]])
+        self._leaves = [_smallest_leaf(name, footer.sizes) for name in self._seen]
+        seen_bytes = sum(group.get(leaf, 0) for group in footer.sizes for leaf in self._leaves)
+        self._batch_rows = _num_rows(len(self), seen_bytes)
         self._identify(cache)
 
     def _tables(self, first: int, last: int) -> Iterator[pa.Table]:
@@ -119,7 +130,8 @@ class ParquetFile(TableFile):
         end = int(np.searchsorted(self._group_firsts, last, side="left"))
         row = int(self._group_firsts[begin])
         with self._opened() as file:
-            batches = file.iter_batches(_MAX_ROWS, range(begin, end), columns=self._used, use_threads=False)
+            columns = [*self._used, *self._leaves]
+            batches = file.iter_batches(self._batch_rows, range(begin, end), columns=columns, use_threads=False)
             for batch in batches:  # from the beginning of the row group: Parquet has no random access inside it
                 start, stop = max(first - row, 0), min(last - row, len(batch))
                 if start < stop:
@@ -148,7 +160,7 @@ class ParquetFile(TableFile):
 
 class _Footer(NamedTuple):
     """What a Parquet file's footer says. names: of the columns; num_rows: of each row group; sizes: for each row group,
-    column -> bytes before compression."""
+    leaf -> bytes before compression. A leaf is a column, or a part of it that is stored by itself, `column.part`."""
 
     names: list[str]
     num_rows: list[int]
@@ -173,11 +185,22 @@ def _read_footer(path: str) -> _Footer:
 
 
 def _sizes(group: pq.RowGroupMetaData) -> dict[str, int]:
-    """Column -> its bytes in a row group before compression."""
+    """Leaf -> its bytes in a row group before compression."""
     sizes = Counter[str]()
     for chunk in map(group.column, range(group.num_columns)):
-        sizes[chunk.path_in_schema.split(".")[0]] += chunk.total_uncompressed_size
+        sizes[chunk.path_in_schema] += chunk.total_uncompressed_size
     return dict(sizes)
+
+
+def _size_of(columns: list[str], sizes: dict[str, int]) -> int:
+    return sum(size for leaf, size in sizes.items() if leaf.split(".")[0] in columns)
+
+
+def _smallest_leaf(column: str, sizes: list[dict[str, int]]) -> str:
+    """The leaf of a column that is read fastest: each shows which rows have a value, the path of an image as well as
+    its bytes."""
+    total = sum(map(Counter, sizes), Counter[str]())
+    return min((leaf for leaf in total if leaf.split(".")[0] == column), key=lambda leaf: total[leaf], default=column)
 
 
 class DatasetFile(TableFile):
@@ -199,10 +222,13 @@ class DatasetFile(TableFile):
         columns: Mapping[str, str] | None = None,
         cache: Path | None = None,
     ):
-        super().__init__(path, parse, columns or {}, [file["filename"] for file in dataset.cache_files])
+        parts = [file["filename"] for file in dataset.cache_files]
+        if dataset._indices is not None or (len(dataset) and not parts):  # its files do not say which rows it has
+            raise ValueError(f"{quoted_path(path)} has its rows, or their order, in memory; save it with save_to_disk")
+        super().__init__(path, parse, columns or {}, parts)
         used = self._used_columns(dataset.column_names)
-        self._dataset = dataset.select_columns(used).with_format("arrow")
-        table = self._dataset.data
+        self._dataset = dataset.select_columns([*used, *self._seen]).with_format("arrow")
+        table = dataset.select_columns(used).data
         self.num_bytes = table.nbytes * len(dataset) // max(1, table.num_rows)
         self.block_firsts = np.append(_block_firsts(0, len(dataset), self.num_bytes), np.int64(len(dataset)))
         self._identify(cache, selection)
@@ -225,8 +251,23 @@ def _arrow_errors() -> Iterator[None]:
 
 def _block_firsts(first: int, num_rows: int, num_bytes: int) -> np.ndarray:
     """int64, the first row of each block of num_rows rows from `first`."""
-    rows = BLOCK_BYTES * num_rows // max(1, num_bytes)
-    return np.arange(first, first + num_rows, min(max(1, rows), _MAX_ROWS), dtype=np.int64)
+    return np.arange(first, first + num_rows, _num_rows(num_rows, num_bytes), dtype=np.int64)
+
+
+def _num_rows(num_rows: int, num_bytes: int) -> int:
+    """How many of num_rows rows are read together."""
+    return min(max(1, BLOCK_BYTES * num_rows // max(1, num_bytes)), _MAX_ROWS)
+
+
+def _is_there(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """True for each row with a value that is not empty, else null. JSON text stays: it may say that there is none."""
+    if isinstance(column.type, pa.JsonType):
+        return column
+    is_there = column if pa.types.is_boolean(column.type) else column.is_valid()
+    for length in (lambda text: pc.binary_length(text.cast(pa.large_binary())), pc.list_value_length):
+        with suppress(pa.ArrowNotImplementedError, pa.ArrowInvalid):  # it is no text, or no list
+            is_there = pc.greater(length(column), 0)
+    return pc.if_else(is_there, True, None)
 
 
 def _objects(table: pa.Table) -> list[Any]:

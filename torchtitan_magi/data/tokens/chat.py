@@ -69,7 +69,8 @@ class ChatTokenizer:
     """Tokenizes a record: `ChatTokenizer(...)(record) -> TokenizedDocument`. Picklable.
 
     `messages` are rendered by `template`, with loss on the assistant's text. `text` becomes BOS (if there is one),
-    text, EOS (if there is one), with loss on everything. `completions` make TokenizedAnswers: each with the prompt.
+    text, EOS (if there is one), with loss on everything. `completions` make TokenizedAnswers: each with the prompt, of
+    which nothing is learned.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`; its truncation and padding, if any, are not applied.
@@ -210,7 +211,7 @@ class ChatTokenizer:
         if "text" in record:
             return [_Text(record["text"], None)]
         if "completions" in record:
-            return [self._render(record, record["prompt"] + completion) for completion in record["completions"]]
+            return self._render_answers(record, "completions")
         return [self._render(record, record["messages"])]
 
     def _render_rollouts(self, record: dict[str, Any]) -> "list[_Text]":

@@ -16,7 +16,8 @@ Templates are other people's programs: they run in a sandbox and under the limit
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, NamedTuple
@@ -60,6 +61,7 @@ PROBE_TOOLS: Messages = [
     }
 ]
 _MAX_FRAMES = 64  # kept per template
+_NOT_PLAIN = re.compile(r"\\+(?:u[0-9a-f]{4}|x[0-9a-f]{2}|.?)|[^A-Za-z0-9\\]+", re.DOTALL)
 # Of a message; these have notes of their own, or none. "thinking" is another name of "reasoning_content".
 _KNOWN_FIELDS = {"role", "content", "reasoning_content", "thinking", "tool_calls", "tool_call_id"}
 
@@ -161,7 +163,9 @@ class ChatTemplate:
         if content.strip() not in written:
             yield f"the chat template drops or changes what a message of role {role!r} says"
         calls = [_function_of(call) for call in message.get("tool_calls", ())]
-        if any(name not in written for name in map(_name_of, calls) if name):
+        names = Counter(filter(None, map(_name_of, calls)))
+        given = (text for call in calls for text in _texts(call.get("arguments")))
+        if any(written.count(name) < times for name, times in names.items()) or not _are_in(given, written):
             yield "the chat template drops tool calls"
         if any(isinstance(call.get("arguments"), str) for call in calls):
             yield "the arguments of a tool call are no JSON object and reach the chat template as text"
@@ -430,3 +434,26 @@ def _function_of(call: dict[str, Any]) -> dict[str, Any]:
 def _name_of(function: dict[str, Any]) -> str:
     name = function.get("name")
     return name if isinstance(name, str) else ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The strings of a JSON value; without recursion, as it may be nested deeply."""
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (dict, list)):
+            values += value.values() if isinstance(value, dict) else value
+
+
+def _are_in(texts: Iterable[str], written: str) -> bool:
+    """Whether all texts are in what is written, as they are or escaped, such as for JSON."""
+    escaped = [text for text in texts if text not in written]
+    plain = _plain(written) if escaped else ""
+    return all(_plain(text) in plain for text in escaped)
+
+
+def _plain(text: str) -> str:
+    """The ASCII letters and digits of a text, but for those of escapes: the same however often it is escaped."""
+    return _NOT_PLAIN.sub("", text)

@@ -27,7 +27,7 @@ class GpuMemory:
 
 
 def of_this_gpu() -> GpuMemory:
-    """Of this process's GPU, before its model is there. PyTorch may take less than others leave: by
+    """Memory of this process's GPU, before its model is there. PyTorch may take less than others leave: by
     per_process_memory_fraction of PYTORCH_ALLOC_CONF."""
     (free, total), allocated = torch.cuda.mem_get_info(), torch.cuda.memory_allocated()
     taken = allocated + max(0, total - free - torch.cuda.memory_reserved() - CUDA_AND_NCCL)
