@@ -373,24 +373,27 @@ def loading_train_state(states: dict[str, Any], folder: str | os.PathLike[str]) 
     Raises:
         ValueError: the checkpoint has adapters for which the run has none; one line.
     """
-    _check_adapters(states, Path(folder))
-    trainer = states.get(TRAIN_STATE)
+    trainer, path = states.get(TRAIN_STATE), Path(folder)
+    names = frozenset[str]()
+    if (
+        isinstance(trainer, ObjectiveTrainer) or (path / METADATA).is_file()
+    ):  # else safetensors, of which all must have a place
+        names = frozenset(read_metadata(path).state_dict_metadata)
+    _check_adapters(names, states, path)
     if not isinstance(trainer, ObjectiveTrainer):
         yield
         return
-    trainer.loaded_names = frozenset(read_metadata(Path(folder)).state_dict_metadata)
+    trainer.loaded_names = names
     try:
         yield
     finally:
         trainer.loaded_names = None
 
 
-def _check_adapters(states: dict[str, Any], folder: Path) -> None:
-    if not (folder / METADATA).is_file():  # safetensors, of which all must have a place
-        return
-    saved = {name for name in read_metadata(folder).state_dict_metadata if not name.startswith("optimizer.")}
-    left_out = {name for name in saved if ADAPTERS.search(name)}.difference(*gathered([*states]))
-    if left_out:
+def _check_adapters(names: frozenset[str], states: dict[str, Any], folder: Path) -> None:
+    """names: of all that the checkpoint holds."""
+    saved = {name for name in names if ADAPTERS.search(name) and not name.startswith("optimizer.")}
+    if saved and (left_out := saved.difference(*gathered([name for name in states if ADAPTERS.search(name)]))):
         layers = {ADAPTERS.split(name)[0].rpartition(".")[2] for name in left_out}
         raise ValueError(
             f"{shown(folder)} has trained adapters of {', '.join(sorted(layers))}, for which this run has none; set "

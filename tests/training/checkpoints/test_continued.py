@@ -20,10 +20,6 @@ def report_options(report):
     watch(torch.optim.AdamW, "step", reported)
 
 
-def options_of(run):
-    return run.of("options")
-
-
 @pytest.mark.either
 def test_options_of_the_optimizer_are_those_of_the_file_not_of_the_checkpoint():
     folder = new_folder()
@@ -31,13 +27,13 @@ def test_options_of_the_optimizer_are_those_of_the_file_not_of_the_checkpoint():
     arguments += ["--checkpoint.enable", "--checkpoint.interval", f"{SAVED}", "--checkpoint.no-last_save_model_only"]
     run = {"entry": "torchtitan_magi.train", "setup": report_options}
     before = [*arguments, "--optimizer.lr", "3e-3", "--optimizer.implementation", "foreach"]
-    first = options_of(train(1, before, **run))
+    first = train(1, before, **run).of("options")
     checkpoints = Path(folder, "checkpoint")
     shutil.move(checkpoints / f"step-{STEPS}", checkpoints / f"step-{STEPS}.best")  # no name of torchtitan's
     now = ["--optimizer.lr", "1e-5", "--optimizer.weight_decay", "0.0", "--optimizer.beta2", "0.999"]
     resumed = train(1, [*arguments, *now, "--optimizer.implementation", "fused"], **run)
     assert [metrics["step"] for metrics in resumed.metrics] == list(range(SAVED + 1, STEPS + 1))
-    rates, *others = zip(*options_of(resumed), strict=True)
+    rates, *others = zip(*resumed.of("options"), strict=True)
     assert rates == pytest.approx([rate / 3e-3 * 1e-5 for rate, *_ in first[SAVED:]])
     assert [set(each) for each in others] == [{0.0}, {(0.9, 0.999)}, {True}]
     assert f"From step {SAVED + 1} on the optimizer has other options than the checkpoint: " in resumed.output
