@@ -10,13 +10,13 @@ with SIGXCPU, and `describe_exit` says why.
 
 import gc
 import os
-import pickle
 import resource
-import select
 import signal
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, TypeVar
 
 from torchtitan_magi import machine
@@ -26,7 +26,7 @@ MEMORY_BYTES = 2**30  # address space that a call may add to its process
 ROOM_BYTES = 6 * 2**30  # address space that is enough for any record; the longest take 4 GiB
 STACK_BYTES = 8 * 2**20  # that are usual
 GRACE = 5  # seconds of CPU time from the signal to the end of the process
-WAIT_SECONDS = 600  # for the answer of a process, however loaded the machine is
+WAIT_SECONDS = 60, 540  # for the answer of one process, and of two, however loaded the machine is
 
 T = TypeVar("T")
 
@@ -110,29 +110,47 @@ class Died(Exception):
 
 
 def apart(function: Callable[..., T], *args: Any) -> T:
-    """Calls `function(*args)` in a process of its own, forked from this one, and waits for its end.
+    """Calls `function(*args)` in a process of its own, forked from this one, and waits for its answer.
 
     The result, or the ValueError, OSError or MemoryError that it raises, comes back pickled. Raises Died if the process
-    dies, also for want of an answer after WAIT_SECONDS.
+    dies, also for want of an answer. Another thread may hold a lock at the fork, which then nobody in the new process
+    ever lets go; so where no answer comes for long, a second process is asked too.
     """
-    reading, writing = os.pipe()
+    children: dict[Connection, int] = {}
+    try:
+        for seconds in WAIT_SECONDS:
+            pipe, child = _forked(function, args)
+            children[pipe] = child
+            if answered := wait([*children], seconds):
+                value, error = _answer(answered[0], children)  # type: ignore[arg-type]
+                if error is not None:
+                    raise error
+                return value
+        raise Died(-signal.SIGKILL)
+    finally:
+        for pipe, child in children.items():
+            pipe.close()
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _forked(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Connection, int]:
+    """Where the answer of a new process comes out, and its number."""
+    reading, writing = Pipe(duplex=False)
     child = os.fork()  # multiprocessing has no children for daemons, such as loader workers
     if child == 0:
         _send_result(writing, function, args)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        answer = select.poll()  # select() takes no descriptor above 1,023
-        answer.register(pipe, select.POLLIN)
-        if not answer.poll(1000 * WAIT_SECONDS):
-            os.kill(child, signal.SIGKILL)
-        sent = pipe.read()
-    exitcode = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if exitcode:
-        raise Died(exitcode)
-    value, error = pickle.loads(sent)
-    if error is not None:
-        raise error
-    return value
+    writing.close()
+    return reading, child
+
+
+def _answer(pipe: Connection, children: dict[Connection, int]) -> Any:
+    """What a process sent. Raises Died if it ended without, and takes it out of the children."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):  # in the middle of its answer, or before
+        pipe.close()
+        raise Died(os.waitstatus_to_exitcode(os.waitpid(children.pop(pipe), 0)[1])) from None
 
 
 def describe_exit(exitcode: int | None) -> str:
@@ -175,7 +193,7 @@ def _limited_here(function: Callable[..., T], args: tuple[Any, ...]) -> T:
     return limited(function, *args)
 
 
-def _send_result(writing: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
+def _send_result(writing: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
     """Ends the process, without what a normal end of it would do for the one that it was forked from."""
     gc.disable()  # objects of the other process stay as they are
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory is the other's
@@ -187,8 +205,7 @@ def _send_result(writing: int, function: Callable[..., Any], args: tuple[Any, ..
             result = None, ValueError(str(error))
         except (OSError, MemoryError) as error:
             result = None, error
-        with open(writing, "wb") as pipe:
-            pickle.dump(result, pipe)
+        writing.send(result)
         os._exit(0)
     except BaseException:
         traceback.print_exc()

@@ -324,9 +324,31 @@ def test_a_damaged_footer_is_one_line_and_the_process_lives(name, tmp_path, cach
     save_parquet(tmp_path / "a.parquet", RECORDS)
     monkeypatch.setattr(tables, "_read_footer", read)
     if read is wait_for_ever:
-        monkeypatch.setattr(guard, "WAIT_SECONDS", 0.1)
+        monkeypatch.setattr(guard, "WAIT_SECONDS", (0.1, 0.1))
     with pytest.raises(ValueError, match=f"cannot read records file '{tmp_path}/a.parquet': {words}.*; check the path"):
         Corpus(tmp_path / "a.parquet", cache=cache)
+
+
+def test_a_lock_that_another_thread_holds_at_the_fork_stops_one_process_not_two(tmp_path, monkeypatch):
+    """The first process gets the lock held for good. The second is forked after it was let go."""
+    lock, forked, footer = threading.Lock(), guard._forked, tables._read_footer
+
+    def read(path):
+        with lock:
+            return footer(path)
+
+    def fork_once(*args):
+        answer = forked(*args)
+        lock.release()
+        monkeypatch.setattr(guard, "_forked", forked)
+        return answer
+
+    save_parquet(tmp_path / "a.parquet", RECORDS)
+    monkeypatch.setattr(tables, "_read_footer", read)
+    monkeypatch.setattr(guard, "_forked", fork_once)
+    monkeypatch.setattr(guard, "WAIT_SECONDS", (0.1, 600))
+    lock.acquire()
+    assert len(Corpus(tmp_path / "a.parquet")) == len(RECORDS)
 
 
 @pytest.mark.parametrize(
