@@ -219,6 +219,19 @@ def test_what_inference_made_serves_training(compiled):
     assert x.grad.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype):
+    q, k, v = (torch.randn(40, heads, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+
+    def results():
+        out, lse = magi.flex_flash_attn(q, k, v, magi.varlen_causal([0, 9, 40]))
+        return out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+
+    expected = results()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, results(), expected))
+
+
 def test_a_pack_without_tokens():
     x = torch.randn(0, 2, 8, requires_grad=True)
     out = magi.cp_varlen_attn(x, x, x, magi.make_plan(magi.varlen_causal([0]), 0, 1))
