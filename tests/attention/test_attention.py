@@ -232,6 +232,13 @@ def test_autocast_changes_nothing(dtype):
         assert all(map(torch.equal, results(), expected))
 
 
+@pytest.mark.parametrize("pad_value", [-(2**63), 2**53 + 1, 2**63 - 1])
+def test_padding_holds_large_integers_exactly(pad_value):
+    plan = magi.make_plan(magi.varlen_causal([0, 3]), 3, 2)
+    shares = Loopback(2).run(lambda transport: magi.dispatch(torch.arange(3), plan, transport, pad_value))
+    assert sorted(torch.cat(shares).tolist()) == sorted([0, 1, 2, pad_value])
+
+
 def test_a_pack_without_tokens():
     x = torch.randn(0, 2, 8, requires_grad=True)
     out = magi.cp_varlen_attn(x, x, x, magi.make_plan(magi.varlen_causal([0]), 0, 1))
@@ -458,6 +465,7 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.undispatch(x, None, None), "plan is of type NoneType; make one with make_plan"),
         (lambda x, plan: magi.dispatch(x, plan, None, "a"), "pad_value is 'a'; give a number that x, of torch.float32"),
         (lambda x, plan: magi.dispatch(x.int(), plan, None, 0.5), "pad_value is 0.5; give a number that x, of"),
+        (lambda x, plan: magi.dispatch(x.half(), plan, None, 1e6), "pad_value is 1000000.0; .* of torch.float16, can"),
         (lambda x, plan: magi.dispatch(x.byte(), plan, None, -100), "pad_value is -100; .* of torch.uint8, can hold"),
         (lambda x, plan: magi.flex_flash_attn(x, x, x[..., :0], plan.slices), r"\(8, 4, 0\).* D above 0"),
         (lambda x, plan: magi.flex_flash_attn(x, x[..., :4], x, plan.slices), r"\(8, 4, 4\)"),

@@ -4,7 +4,6 @@ from numbers import Real
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
@@ -76,7 +75,9 @@ def _rows(x: Tensor) -> str:
 
 def _check_pad(dtype: torch.dtype, pad_value: float) -> None:
     is_number = isinstance(pad_value, Real)
-    if is_number and not (dtype.is_floating_point or dtype.is_complex):
+    if is_number and (dtype.is_floating_point or dtype.is_complex):
+        is_number = pad_value in (torch.inf, -torch.inf) or not abs(pad_value) > torch.finfo(dtype).max
+    elif is_number:
         least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         is_number = least <= pad_value <= most and int(pad_value) == pad_value
     if not is_number:
@@ -86,7 +87,7 @@ def _check_pad(dtype: torch.dtype, pad_value: float) -> None:
 def _take(x: Tensor, plan: AttnPlan, rank: int, pad_value: float) -> Tensor:
     missing = plan.padded_tokens - plan.total_tokens
     if missing:
-        x = F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing), value=pad_value)
+        x = torch.cat([x, x.new_full((missing, *x.shape[1:]), pad_value)])
     return x.index_select(0, torch.tensor(plan.ranks[rank].tokens).to(x.device, non_blocking=True))
 
 
