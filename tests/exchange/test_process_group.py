@@ -95,6 +95,22 @@ def test_runs_repeat_bit_for_bit(pool):
     assert all(pool.run(repeat_on_rank, "nodes of 2, four stages", 3))
 
 
+def second_derivatives_on_rank(cp_size):
+    """Those of a sum of cubes of a pack's tokens, which go to their ranks and back."""
+    plan = magi.make_plan(magi.varlen_causal([0, 3, 11]), 11, cp_size)
+    mesh = dist.group.WORLD if cp_size > 1 else None
+    x = torch.arange(11.0, requires_grad=True)
+    y = magi.undispatch(magi.dispatch(x, plan, mesh) ** 3, plan, mesh)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return torch.autograd.grad(grad.sum(), x)[0]
+
+
+def test_dispatch_and_undispatch_have_second_derivatives(pool):
+    expected = 30 * torch.arange(11.0) ** 4
+    for found in [second_derivatives_on_rank(1), *pool.run(second_derivatives_on_rank, pool.size)]:
+        torch.testing.assert_close(found, expected)
+
+
 def misuse_on_rank():
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "cp"))

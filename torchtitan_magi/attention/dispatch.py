@@ -106,15 +106,15 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gather(grad, ctx.plan, ctx.transport), None, None, None
+        return _Undispatch.apply(grad, ctx.plan, ctx.transport), None, None, None
 
 
 class _Undispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, plan: AttnPlan, transport: Transport) -> Tensor:
-        ctx.plan, ctx.rank = plan, transport.rank
+        ctx.plan, ctx.transport = plan, transport
         return _gather(x_local, plan, transport)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _take(grad, ctx.plan, ctx.rank, 0), None, None
+        return _Dispatch.apply(grad, ctx.plan, ctx.transport, 0), None, None
