@@ -108,6 +108,15 @@ def test_low_precision_gives_float32_and_gradients_in_the_inputs_dtype(dtype, fu
         assert (ours.double() - exact).norm() <= tolerance * exact.norm()
 
 
+@pytest.mark.parametrize("function", [token_logprobs, summed_logprobs])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_second_derivatives_are_refused(dtype, function):
+    hidden, weight, targets = case(10, dtype)
+    logprobs = function(hidden.detach(), weight, targets)
+    with pytest.raises(RuntimeError, match="log-probabilities have no second derivatives; take"):
+        torch.autograd.grad(logprobs.sum(), weight, create_graph=True)
+
+
 def test_autocast_decides_the_dtype_of_the_logits():
     hidden, weight, targets = case(10, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

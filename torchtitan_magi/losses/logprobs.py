@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.products import add_product
@@ -118,6 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _check_once()
         hidden_TD, weight_VD, row_T, has_target_T, lse_T = ctx.saved_tensors
         sums = _GradientSums(hidden_TD, weight_VD, lse_T.dtype, ctx.needs_input_grad, ctx.options)
         grad_T = gradients[0] * has_target_T
@@ -152,12 +152,18 @@ class _SummedLogprobs(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _check_once()
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError("summed_logprobs runs backward once; call it again for another gradient")
         return *sums.rounded(gradients[0]), None, None, None
+
+
+def _check_once() -> None:
+    """Raises RuntimeError in a backward of which a graph is asked for, which would leave its part out."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("log-probabilities have no second derivatives; take gradients without create_graph")
 
 
 class _GradientSums:
