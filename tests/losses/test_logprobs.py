@@ -117,6 +117,14 @@ def test_second_derivatives_are_refused(dtype, function):
         torch.autograd.grad(logprobs.sum(), weight, create_graph=True)
 
 
+@pytest.mark.parametrize("function", [token_logprobs, scaled_sum])
+def test_a_weight_may_lie_transposed_in_memory(function):
+    hidden, weight, targets = case(10, torch.bfloat16)
+    transposed = weight.detach().T.contiguous().T.requires_grad_()
+    expected = with_gradients(function, hidden, weight, targets)
+    torch.testing.assert_close(with_gradients(function, hidden, transposed, targets), expected)
+
+
 def test_autocast_decides_the_dtype_of_the_logits():
     hidden, weight, targets = case(10, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

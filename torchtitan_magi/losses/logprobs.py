@@ -178,7 +178,7 @@ class _GradientSums:
     ) -> None:
         self.hidden_TD, self.weight_VD = hidden_TD, weight_VD
         grad_hidden_TD = torch.empty_like(hidden_TD) if needed[0] else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needed[1] else None
+        grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=dtype) if needed[1] else None
         self.sums = grad_hidden_TD, grad_weight_VD
         self.grad_products, self.cap = _maybe_compiled(_grad_products, options.compiled), options.cap
 
