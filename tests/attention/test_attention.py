@@ -1,4 +1,5 @@
 import gc
+import itertools
 import threading
 from unittest import mock
 
@@ -16,6 +17,7 @@ from support.masks import dense_mask, document_lengths, slice_lists, square_slic
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -83,6 +85,22 @@ def test_flex_flash_attn_on_one_device(num_q, num_k, tile, data):
     out.backward(dout)
     ours = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     assert_within_budget(ours, q, k, v, dout, mask, 0.3)
+
+
+def test_flex_attention_stays_compiled_whatever_the_masks(monkeypatch):
+    """As on a GPU. Torch would run more than 8 variants uncompiled, with all scores in memory."""
+    graphs = []
+    compiled = torch.compile(flex_attention, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+    q, k = torch.randn(140, 2, 8), torch.randn(140, 1, 8)
+    for softcap, ranges in itertools.product((0.0, 1.0), (1, 2, 3, 4, 8, 16)):  # of keys, that each row sees
+        slices = AttnSlices([[0, 140, 8 * i, 8 * i + 7, 0] for i in range(ranges)])
+        mask = FlexBlockAttn().prepare(StageMask(slices, 140, 140, 2, 1, head_dim=8))
+        block_mask = mask.with_block_mask(torch.from_numpy(mask.words)).block_mask
+        with torch.no_grad():
+            got = flex._flex_attention(q, k, k, block_mask, 0.3, softcap)
+        torch.testing.assert_close(got, magi.flex_flash_attn(q, k, k, slices, softmax_scale=0.3, softcap=softcap))
+    assert len(graphs) == 10  # 3 ranges share that of 4
 
 
 @pytest.mark.parametrize("cp_size", [1, 3])

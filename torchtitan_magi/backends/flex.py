@@ -25,6 +25,7 @@ from torchtitan_magi.masks.geometry import Int32Array, IntArray, clip_keys, clip
 
 TILE = 512  # queries and keys of a tile
 _BLOCK = 128  # flex_attention's default block of queries and of keys
+_MAX_VARIANTS = 64  # of flex_attention; after torch's limit of 8 it would run uncompiled, with all scores in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,11 @@ class FlexMask:
 
     def to(self, words: Tensor) -> "FlexMask":
         """The mask ready for calls on the device of ``words``, a copy of ``self.words``."""
-        if words.device.type == "cpu" or not self.by_keys:
+        return self if words.device.type == "cpu" else self.with_block_mask(words)
+
+    def with_block_mask(self, words: Tensor) -> "FlexMask":
+        """The mask ready for flex_attention, unless it is empty."""
+        if not self.by_keys:
             return self
         arrays = words.split([array.size for array in self.index])
         lo, hi, counts, numbers = (x.view(array.shape) for x, array in zip(arrays, self.index, strict=True))
@@ -94,6 +99,8 @@ class FlexBlockAttn:
         tiles, _ = clip_keys(tiles[which], k_edges[block], k_edges[block + 1])
         by_queries, by_keys = _split(tiles, tiles[:, 0], q_edges), _split(tiles, tiles[:, 2], k_edges)
         lo, hi = mask.slices.row_bands(num_q)
+        spare = (1 << (len(lo) - 1).bit_length()) - len(lo)  # few numbers of layers: each is a compiled variant
+        lo, hi = (np.pad(bound, ((0, spare), (0, 0))) for bound in (lo, hi))
         return FlexMask(by_queries, by_keys, num_q, num_k, (lo, hi, *_key_blocks(lo, hi, num_k)))
 
     @_in_own_dtypes
@@ -285,10 +292,11 @@ def _flex_attention(
 ) -> tuple[Tensor, Tensor]:
     """out [Tq, Hq, Dv] in the dtype of q, contiguous; lse [Tq, Hq]."""
     heads_first = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
-    out, aux = _compiled()(
-        *heads_first, score_mod=_capped(softcap) if softcap else None, block_mask=block_mask, scale=softmax_scale,
-        enable_gqa=True, return_aux=AuxRequest(lse=True),
-    )  # fmt: skip
+    with torch._dynamo.config.patch(recompile_limit=_MAX_VARIANTS):
+        out, aux = _compiled()(
+            *heads_first, score_mod=_capped(softcap) if softcap else None, block_mask=block_mask, scale=softmax_scale,
+            enable_gqa=True, return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
     return out[0].transpose(0, 1).contiguous(), aux.lse[0].transpose(0, 1).contiguous()
 
 
