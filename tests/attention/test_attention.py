@@ -299,6 +299,28 @@ def test_public_calls_keep_few_bytes_of_index_data_and_let_go_of_them(monkeypatc
     assert num_live_plans() == 0
 
 
+def test_public_calls_of_several_threads_do_not_take_plans_from_each_other(monkeypatch):
+    x, others, size = torch.randn(8, 2, 8), [], api._size
+
+    def call(n):
+        return magi.flex_flash_attn(x, x, x, magi.varlen_causal([0, n, 8]))[0]
+
+    def size_while_another_calls(handle):
+        if not others:
+            others.append(threading.Thread(target=call, args=(2,)))
+            others[0].start()
+            others[0].join(0.2)
+        return size(handle)
+
+    expected = call(1)
+    magi.clear_caches()
+    monkeypatch.setattr(api, "CACHED_PLANS", 1)
+    monkeypatch.setattr(api, "_size", size_while_another_calls)
+    assert torch.equal(call(1), expected)
+    others[0].join()
+    assert len(api._handles) == 1
+
+
 def test_attention_repeats_bit_for_bit_when_torch_or_the_caller_asks(monkeypatch):
     asked, x = [], torch.randn(8, 4, 8)
     plan = magi.make_plan(magi.varlen_causal([0, 8]), 8, 1)

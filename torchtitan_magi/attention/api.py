@@ -1,5 +1,6 @@
 """The public calls: attention of a rank's tokens by a plan, and attention under any mask on one device."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -27,20 +28,24 @@ class _Handles(OrderedDict[Any, PlanHandle]):
     A key ends with the transport, where there is one. What is bound to it goes when it ends.
     """
 
+    lock = threading.RLock()  # of all threads that call; a group may end while this one binds
+
     def get_or_make(self, key: Any, bind: Callable[[], BoundPlan]) -> PlanHandle:
         """The handle under `key`, of what `bind` gives if there is none yet."""
-        if key not in self:
-            self[key] = PlanHandle(bind())
-            total = sum(map(_size, list(self.values())))
-            while len(self) > CACHED_PLANS or (len(self) > 1 and total > CACHED_BYTES):
-                total -= _size(self.popitem(last=False)[1])
-        self.move_to_end(key)
-        return self[key]
+        with self.lock:
+            if key not in self:
+                self[key] = PlanHandle(bind())
+                total = sum(map(_size, list(self.values())))
+                while len(self) > CACHED_PLANS or (len(self) > 1 and total > CACHED_BYTES):
+                    total -= _size(self.popitem(last=False)[1])
+            self.move_to_end(key)
+            return self[key]
 
     def forget(self, transport: Transport) -> None:
         """Drops what is bound to a transport."""
-        for key in [key for key in list(self) if key[-1] is transport]:
-            self.pop(key, None)
+        with self.lock:
+            for key in [key for key in list(self) if key[-1] is transport]:
+                self.pop(key, None)
 
 
 def _size(handle: PlanHandle) -> int:
@@ -56,7 +61,8 @@ def clear_caches() -> None:
 
     It gives back memory; nothing else needs it. What belongs to a process group is forgotten when the group ends.
     """
-    _handles.clear()
+    with _handles.lock:
+        _handles.clear()
     forget_plans()
 
 
