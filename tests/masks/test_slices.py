@@ -217,6 +217,8 @@ def test_a_window_and_blocks_as_large_as_can_be_are_no_limit():
         (lambda: tree_causal([1, 2], [-1, 0], window=0), "window is 0; it counts"),
         (lambda: shared_prompt([[1, 2, 3]], window=0), "window is 0; it counts"),
         (lambda: shared_prompt([[1, 2, 3]], [0, 6]), r"starts has shape \(2,\) for 1 pairs"),
+        (lambda: tree_causal([3, 0, 3], [-1, 0, 0], [0, 1, 2]), "starts put token 2 into two runs; give starts at"),
+        (lambda: shared_prompt([[2, 3, 3], [2, 3, 3]], [4, 0]), "starts put token 4 into two runs; give starts at"),
         (lambda: AttnSlices([[0, 1, 0, 1]]), r"give \[n, 5\]"),
         (lambda: AttnSlices([[0, 1, 0, 1, 4]]), "mask_type 4"),
         (lambda: AttnSlices([[0, 1.5, 0, 1, 0]]), "slices are of type float64; give integers"),

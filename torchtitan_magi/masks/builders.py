@@ -74,7 +74,7 @@ def shared_prompt(lengths: object, starts: object = None, window: int | None = N
             once; None: all.
 
     Raises:
-        ValueError: wrong shape or a negative value; window is no integer of at least 1.
+        ValueError: wrong shape or a negative value; pairs that overlap; window is no integer of at least 1.
     """
     if window is not None:
         _check_window(window)
@@ -103,8 +103,8 @@ def tree_causal(lengths: object, parents: object, starts: object = None, window:
         window: how many tokens a row sees at most, as in ``sliding_window``, along the way from its root; None: all.
 
     Raises:
-        ValueError: shapes that differ, a negative length, a parent that does not come before its child; window is no
-            integer of at least 1.
+        ValueError: shapes that differ, a negative length, a parent that does not come before its child, nodes that
+            overlap; window is no integer of at least 1.
     """
     if window is not None:
         _check_window(window)
@@ -126,6 +126,10 @@ def tree_causal(lengths: object, parents: object, starts: object = None, window:
 def _of_trees(sizes: Int64Array, parents: Int64Array, start: Int64Array, window: int | None) -> AttnSlices:
     """The mask of ``tree_causal``. Nodes that follow their parents at once are one run with these."""
     end, numbers = start + sizes, np.arange(len(sizes))
+    some = numbers[sizes > 0]
+    some = some[np.argsort(start[some], kind="stable")]
+    if (i := first_true(start[some[1:]] < end[some[:-1]])) is not None:
+        raise ValueError(f"starts put token {start[some[i + 1]]} into two runs; give starts at which none overlap")
     follows = (parents >= 0) & (start == end[parents])
     head = np.where(follows, parents, numbers)
     while (head[head] != head).any():
