@@ -2,7 +2,7 @@
 
 import pytest
 from support.parity import trained_anew
-from support.runs import ROOT, watch
+from support.runs import ROOT, corpus, watch
 
 from torchtitan_magi.training.metrics import duration, step_line
 
@@ -33,6 +33,32 @@ def test_the_first_and_the_last_step_are_logged_by_the_same_names():
         seconds = metrics["time_metrics/end_to_end(s)"] * steps
         assert metrics["throughput_of_all_gpus(tps)"] * seconds == pytest.approx(TOKENS * steps)
     assert run.metrics[1]["lr"] > run.metrics[0]["lr"] > 0
+
+
+def report_validated_tokens(report):
+    from torchtitan_magi.training.metrics import PlanMetrics
+
+    stock = PlanMetrics.log_validation
+
+    def log_validation(self, *arguments):
+        report("validated", self.ntokens_since_last_log)
+        stock(self, *arguments)
+
+    PlanMetrics.log_validation = log_validation
+
+
+def test_validation_between_two_lines_leaves_the_time_of_a_step_as_it_is():
+    arguments = ["--training.steps", "9", "--metrics.log_freq", "4", "--validation.enable", "--validation.freq", "3"]
+    arguments += ["--validation.dataset", "sft", "--validation.dataset_path", f"{corpus()}/validation.jsonl"]
+    arguments += ["--validation.steps", "2", "--validation.seq_len", "256"]
+    run = trained_anew("dp2", *arguments, entry="torchtitan_magi.train", setup=report_validated_tokens)
+    assert [metrics["step"] for metrics in run.metrics] == [1, 4, 8, 9]
+    for metrics in run.metrics:
+        seconds = metrics["time_metrics/end_to_end(s)"]
+        assert metrics["throughput_of_all_gpus(tps)"] * seconds == pytest.approx(TOKENS)
+        if metrics["step"] > 1:
+            assert metrics["time_metrics/eta(s)"] == pytest.approx(seconds * (9 - metrics["step"]))
+    assert len({tokens for tokens in run.of("validated")}) == 1  # of validation alone, whatever steps came before
 
 
 def test_the_page_on_metrics_has_all_of_them():

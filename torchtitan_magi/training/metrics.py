@@ -149,10 +149,16 @@ class PlanMetrics:
         self.tokens_and_labels.zero_()
         return {"learned_tokens(%)": 100 * labels / max(tokens, 1)}
 
+    def start_validation(self) -> None:
+        """Begins to count a validation pass: steps since the last line, and a checkpoint, are none of its speed."""
+        self.ntokens_since_last_log, self.time_last_log = 0, time.perf_counter()
+
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Logs a validation pass."""
+        """Logs a validation pass. The next line of a step counts from here."""
         super().log_validation(loss, step, extra_metrics)  # type: ignore[misc]
         self.count.take()
+        self.last_logged = step
+        self.data_loading_times.clear()
         self._print("validate step", step, extra_metrics or {})
 
     def _print(self, what: str, step: int, metrics: dict[str, float]) -> None:

@@ -40,6 +40,7 @@ def validate(
     for model in models:
         model.eval()
     objective.start_step()
+    metrics_processor.start_validation()
     loss_sum = torch.zeros((), device=device)
     num_items = torch.zeros((), dtype=torch.float64)
     batches = iter(batches)
