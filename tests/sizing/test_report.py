@@ -600,6 +600,17 @@ def test_a_runs_file_says_the_memory_without_data_and_torchtitan(run_file, tmp_p
         assert line == [str(cp_size), f"{setup.tokens:,}", *gib]
 
 
+def test_memory_is_that_of_the_gpus_that_are_given(run_file, capsys):
+    path, model = run_file(), read_model_config("model")
+    read = RunFile(path).read
+    others = setup_of(read, model, 1).world_size
+    report.main([path, "--memory", "--gpus", str(2 * others)])
+    printed = " ".join(capsys.readouterr().out.split())
+    alone, shared = (describe(predict(setup_of(read, model, shard))) for shard in (1, 2))
+    assert shared in printed
+    assert alone not in printed
+
+
 NO_LIST = "[compile]\nenable = true\ncomponents = 'model'\n[training]"
 
 
@@ -627,6 +638,8 @@ NO_LIST = "[compile]\nenable = true\ncomponents = 'model'\n[training]"
         ("[training]", "[training", "", "cannot read 'run.toml' .*; give a run's TOML file"),
         ('"model"', '"models"', "--memory", "put the config.json of the weights there$"),
         ("", "", "--memory --json x.json", "--memory writes no file; leave out --json"),
+        ("", "", "--memory --gpus 7", "--gpus is 7, but the degrees of run.toml multiply to 8; give a multiple"),
+        ("", "", "--memory --gpus 0", "--gpus is 0; give at least 1"),
         ("", "", "--memory --cp 0", "0 GPUs, 8 per node; both must be at least 1"),
         (
             "[training]",

@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.total is None or options.cp is None:
             raise ValueError("--total and --cp are missing; give both, or a run's TOML file")
         _check_outputs(options)
+        if options.gpus is not None and options.gpus < 1:
+            raise ValueError(f"--gpus is {options.gpus}; give at least 1")
         if options.memory:
             if run is None:
                 raise ValueError(f"--memory is of a run's TOML file, but SOURCE is {quoted(path)}")
@@ -121,8 +123,6 @@ def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespa
     total, num_gpus = count_of_tokens(options.total), options.gpus
     run.set("parallelism.context_parallel_degree", cp_size)
     run.set("training.seq_len", total)
-    if num_gpus is not None and num_gpus < 1:
-        raise ValueError(f"--gpus is {num_gpus}; give at least 1")
     if num_gpus is None:  # whole nodes, if the degrees leave it open
         least = setup_of_file(run).world_size
         is_open = run.read("parallelism.data_parallel_shard_degree", -1) < 1
@@ -155,15 +155,17 @@ def _write(sizings: list[Sizing], answers: list[Answer], options: argparse.Names
 
 
 def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
-    """The setup of a run for each number of GPUs."""
-    setup, total = setup_of_file(run), count_of_tokens(options.total)
-    found = []
+    """The setup of a run for each number of context-parallel GPUs."""
+    total, found = count_of_tokens(options.total), []
+    run.set("training.seq_len", total)
     for cp_size in options.cp:
         node = gpus_in_node(options, cp_size)
         check_layout(total, cp_size, node)
+        run.set("parallelism.context_parallel_degree", cp_size)
+        setup = setup_of_file(run, options.gpus or 0)
         packs = tuple(make_packs(NO_DATA, total, options.packs, options.seed))
         place = Place(gpu_named(options.gpu), options.gpus_per_node, packs)
-        found.append(with_keeping(replace(setup, seq_len=total, cp=cp_size, cp_per_machine=node), place))
+        found.append(with_keeping(replace(setup, cp_per_machine=node), place))
     return found
 
 
