@@ -46,7 +46,10 @@ def main() -> None:
         print(f"torchtitan-magi: error: there is no command {name!r:.80}; {hint}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"torchtitan-magi {name}", *arguments]
-    sys.exit(importlib.import_module(f"torchtitan_magi.{MODULES[name]}").main())
+    try:
+        sys.exit(importlib.import_module(f"torchtitan_magi.{MODULES[name]}").main())
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """torchtitan-magi: one command for all of them, without torch until one needs it; the run files that it copies."""
 
+import importlib
 import sys
 import tomllib
 from unittest import mock
@@ -48,6 +49,16 @@ def test_a_wrong_command_ends_in_one_line(capsys):
     assert capsys.readouterr().err == "torchtitan-magi: error: there is no command 'trian'; did you mean train?\n"
     assert call("xyzzy") == 2
     assert capsys.readouterr().err.endswith("there is no command 'xyzzy'; see torchtitan-magi --help\n")
+
+
+@pytest.mark.parametrize("name", ["size", "verify"])
+def test_an_interrupted_command_ends_without_a_traceback(name, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    module = importlib.import_module(f"torchtitan_magi.{front.MODULES[name]}")
+    monkeypatch.setattr(module, "main", interrupted)
+    assert call(name) == 130
 
 
 def test_calibrate_without_torchrun_ends_in_one_line(capsys, monkeypatch):
