@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from torchtitan_magi.attention.bound_plan import bind_slices
 from torchtitan_magi.attention.op import PlanHandle, attention_backward_op, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.backends.interface import StageInputs
-from torchtitan_magi.commands.parser import CommandParser
+from torchtitan_magi.commands.parser import CommandParser, check_output
 from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival, Places, RowShape
 from torchtitan_magi.exchange.mesh import process_group_transport
@@ -44,6 +45,7 @@ from torchtitan_magi.planning.cost_model import H200, CostModel, FloatArray, Hea
 from torchtitan_magi.planning.plan import make_plan
 from torchtitan_magi.planning.relays import ALL, NONE
 from torchtitan_magi.planning.stage import Exchange
+from torchtitan_magi.wording import one_line, shown
 
 Run = Callable[[], object]
 
@@ -162,9 +164,26 @@ def non_negative_least_squares(table: FloatArray, values: FloatArray) -> FloatAr
 
 
 def recorded_samples(path: Path) -> list[Sample]:
-    """What benchmarks/bench_kernel.py measured of our kernel."""
+    """What benchmarks/bench_kernel.py measured of our kernel.
+
+    Raises:
+        ValueError: the file is missing, or has no such figures; one line.
+    """
+    try:
+        samples = _samples_in(json.loads(path.read_text())["rows"])
+        if not samples:
+            raise ValueError("it has no rows of ours")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = one_line(f"{type(error).__name__}: {error}")
+        raise ValueError(
+            f"{shown(path)} has no figures of benchmarks/bench_kernel.py ({reason}); give another"
+        ) from None
+    return samples
+
+
+def _samples_in(rows: Any) -> list[Sample]:
     samples = []
-    for row in json.loads(path.read_text())["rows"]:
+    for row in rows:
         if row["impl"] == "ours" and row.get("lengths"):
             slices = MASKS[row["mask"]](np.cumsum([0, *map(int, row["lengths"].split())]))
             num_heads_q, num_heads_kv = map(int, row["heads"].split(":"))
@@ -343,15 +362,15 @@ def main() -> None:
         help="no measuring, no GPU: fits the kernel's constants to a file of benchmarks/bench_kernel.py, prints them",
     )
     arguments = parser.parse_args()
-    if arguments.fit is not None:
-        samples = recorded_samples(arguments.fit)
-        for name in ("forward", "backward"):
-            print_fit(name, *fit_kernel(samples, np.array([getattr(sample, name) for sample in samples])))
-        return
-    if "LOCAL_RANK" not in os.environ:
-        parser.error(
-            "calibrate measures communication; start it by torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate"
-        )
+    try:
+        if arguments.fit is not None:
+            samples = recorded_samples(arguments.fit)
+            for name in ("forward", "backward"):
+                print_fit(name, *fit_kernel(samples, np.array([getattr(sample, name) for sample in samples])))
+            return
+        _check_start(arguments.output)
+    except ValueError as error:
+        parser.error(str(error))
     start_rank()
     peer_memory.WRITTEN_BYTES = 0  # copy engines fetch, whatever the size
     model = measure()
@@ -360,6 +379,18 @@ def main() -> None:
         model.save(arguments.output, **facts_of_run(arguments.commit), **sizes)
         print(json.dumps(asdict(model), indent=1))
     dist.destroy_process_group()
+
+
+def _check_start(output: Path) -> None:
+    """Raises ValueError, one line, where no torchrun started this, a GPU is missing, or the file cannot be written."""
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError(
+            "calibrate measures communication; start it by torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate"
+        )
+    if int(os.environ["LOCAL_RANK"]) >= (number := torch.cuda.device_count()):
+        raise ValueError(f"torch sees {number} GPUs here; give --nproc-per-node as many, at least 1")
+    if os.environ["RANK"] == "0":  # which writes it
+        check_output(output)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,28 @@ def test_calibrate_without_torchrun_ends_in_one_line(capsys, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"a": 1}', '{"rows": []}', '{"rows": [{"impl": "ours"}, 3]}'])
+def test_calibrate_refuses_what_has_no_figures_in_one_line(content, capsys, tmp_path):
+    path = tmp_path / "figures.json"
+    if content is not None:
+        path.write_text(content)
+    assert call("calibrate", "--fit", path) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"torchtitan-magi calibrate: error: {path} has no figures of benchmarks/bench_kernel.py (")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "message"), [(0, "torch sees 0 GPUs here; give"), (1, "cannot write nowhere/cost.json; give a file")]
+)
+def test_calibrate_says_before_it_measures_what_cannot_be(num_gpus, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    assert call("calibrate", "--output", "nowhere/cost.json") == 2
+    assert capsys.readouterr().err.startswith(f"torchtitan-magi calibrate: error: {message}")
+
+
 def test_all_run_files_are_listed(capsys):
     call("configs", "list")
     lines = capsys.readouterr().out.splitlines()
