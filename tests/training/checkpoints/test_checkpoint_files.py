@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.errors import one_line
+from support.full_disk import full_disk
 from support.processes import python
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -160,6 +162,15 @@ def test_a_full_disk_is_one_line(tmp_path):
     said = rf"^{tmp_path}/step-2 could not be saved: rank 0: .*GiB free: make room"
     with one_line(said, OSError), digests.saving(tmp_path / "step-2"):
         save(tmp_path / "step-2")
+
+
+@pytest.mark.parametrize(
+    "write", [lambda path: save_file({"weight": torch.zeros(4000)}, path), lambda path: path.write_bytes(bytes(4000))]
+)
+def test_an_export_without_room_is_one_line(write, tmp_path):
+    said = rf"^{tmp_path} could not be saved: .*File too large.*GiB free: make room"
+    with one_line(said, OSError), digests.saving(tmp_path), full_disk():
+        write(tmp_path / "model.safetensors")
 
 
 def test_a_checkpoint_that_is_written_over_is_unfinished_meanwhile(folder):

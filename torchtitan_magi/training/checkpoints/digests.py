@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -269,18 +270,19 @@ def loading(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def saving(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Makes one line of what torch raises when a checkpoint cannot be written.
+    """Makes one line of what is raised when a checkpoint or an export cannot be written.
 
     Raises:
         OSError: names the folder, the reason, the free space of its disk, and the remedy.
     """
     try:
         yield
-    except CheckpointException as error:
+    except (CheckpointException, SafetensorError, OSError) as error:
+        reason = _first_failure(error) if isinstance(error, CheckpointException) else _in_one_line(error)
         existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
         free = shutil.disk_usage(existing).free / 2**30
         raise OSError(
-            f"{shown(folder)} could not be saved: {_first_failure(error)}; the disk of {shown(existing)} has "
+            f"{shown(folder)} could not be saved: {reason}; the disk of {shown(existing)} has "
             f"{free:.1f} GiB free: make room, or keep fewer checkpoints by checkpoint.keep_latest_k, and start the run "
             "again"
         ) from None
