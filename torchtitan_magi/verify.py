@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from torchtitan_magi.commands.generation import MAX_NEW_TOKENS, QUESTION, answer_of
+from torchtitan_magi.commands.generation import ADAPTER_CONFIG, MAX_NEW_TOKENS, QUESTION, answer_of
 from torchtitan_magi.commands.parser import CommandParser
 from torchtitan_magi.training.checkpoints.digests import check_digests, check_sizes, is_export
+from torchtitan_magi.training.checkpoints.export import UNFINISHED
+from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 from torchtitan_magi.wording import shown
 
 
@@ -44,6 +46,8 @@ def _told(said: Callable[[Path], str], folder: Path) -> int:
 
 
 def _whole(folder: Path) -> str:
+    if _is_cut_off(folder):
+        raise ValueError(f"{shown(folder)} is an export that was cut off; start its run again, which exports once more")
     if is_export(folder):
         return f"{shown(folder)} is an export, which has no digests; ask its model with --generate"
     if steps := sorted(path.name for path in folder.glob("step-*")):
@@ -53,6 +57,13 @@ def _whole(folder: Path) -> str:
     num_bytes = check_digests(folder)  # first, as what does not match is not unpickled
     check_sizes(folder)
     return f"{shown(folder)} is whole: {num_bytes / 2**30:.2f} GiB"
+
+
+def _is_cut_off(folder: Path) -> bool:
+    """Whether what is written last of an export, of a model or of adapters, is not there."""
+    if (folder / UNFINISHED).is_dir():
+        return not (folder / INDEX).exists()
+    return (folder / "adapter_model.safetensors").exists() and not (folder / ADAPTER_CONFIG).exists()
 
 
 if __name__ == "__main__":

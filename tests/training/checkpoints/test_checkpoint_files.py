@@ -121,6 +121,25 @@ def test_the_command_names_an_export(tmp_path, capsys):
         digests.check_digests(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("present", "missing"),
+    [
+        (["unfinished/sharded"], "model.safetensors.index.json"),
+        (["unfinished/sharded", "model-00001-of-00001.safetensors"], "model.safetensors.index.json"),
+        (["adapter_model.safetensors"], "adapter_config.json"),
+    ],
+)
+def test_the_command_takes_no_export_that_was_cut_off_for_whole(present, missing, tmp_path, capsys):
+    for name in present:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert verify.main([str(tmp_path)]) == 1
+    assert f"{tmp_path} is an export that was cut off; start its run again" in capsys.readouterr().err
+    (tmp_path / missing).write_text("{}")
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"")
+    assert verify.main([str(tmp_path)]) == 0
+
+
 def test_the_command_names_the_checkpoints_of_a_folder(tmp_path, capsys):
     (tmp_path / "step-10").mkdir()
     (tmp_path / "step-20").mkdir()
