@@ -132,6 +132,7 @@ def test_a_wrong_value_is_one_line(case, said):
     assert text.isprintable()
     assert len(text) < 1000
     assert text.count("Unrecognized") < 2
+    assert ".py" not in text
     assert {**IN_FILE, **ON_LINE}[case] in text
 
 

@@ -206,7 +206,9 @@ def usage_errors() -> Iterator[None]:
     except SystemExit as end:
         if not end.code:  # --help
             raise
-        raise ValueError(one_line(_in_box(printed.getvalue()), 1000)) from None
+        remedy = "put --help behind the file to see all options"  # tyro names a program that nobody called
+        text = re.sub(r"For full helptext, \w+ .* --help", remedy, _in_box(printed.getvalue()))
+        raise ValueError(one_line(text, 1000)) from None
 
 
 def _in_box(printed: str) -> str:
