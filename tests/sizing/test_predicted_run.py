@@ -101,6 +101,7 @@ def test_parts_add_up_and_fewer_tokens_take_less():
         ({"pp": 2, "at_once": 4}, "idle in the pipeline", True),
         ({"pp": 2, "at_once": 4, "schedule": "Interleaved1F1B"}, "idle in the pipeline", True),
         ({"reference": True}, "reference", True),
+        ({"logits_again": True}, "output layer and loss", True),
         ({"lora_rank": 16, "lora_targets": ("wqkv",)}, "optimizer", False),
         ({"lora_rank": 16, "lora_targets": ("wqkv",)}, "matrix products", False),
         ({"compiled": False}, "element-wise passes", True),

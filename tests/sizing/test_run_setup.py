@@ -163,6 +163,8 @@ def test_options_that_change_memory_are_read():
     staged, plain = changed(checkpoint__enable=True, checkpoint__async_mode="async_with_pinned_mem")
     assert states_on_host(staged) == pytest.approx(12 * 8.03e9 / 8, rel=0.01)
     assert states_on_host(plain) == 0
+    pairs, plain = changed(training__dataset="dpo", magi__dpo__reference="file")
+    assert (pairs.reference, pairs.logits_again, plain.logits_again) == (False, True, False)
     pipeline = setup_of(
         read_of(pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=4, fsdp_reshard_after_forward="always"),
         LLAMA, 1,

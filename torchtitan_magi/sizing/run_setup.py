@@ -48,7 +48,8 @@ class Setup:
         microbatches: of a step. schedule: in which order a pipeline computes them, ``at_once`` at a time. stage_layers:
             layers of each of its stages; empty: as torchtitan shares them out by itself, see ``layers_of_stages``.
         lora_rank, lora_targets: of adapters, where only these are trained.
-        reference: whether a frozen copy of the model is there for preference training.
+        reference: whether a frozen copy of the model is there for preference training. logits_again: whether the loss
+            makes logits again for its backward, as those of pairs and of rollouts.
         offload: whether parameters, gradients and states are in the host's memory. staged: whether a checkpoint of them
             is there, too, while it is written. reshard: torchtitan's fsdp_reshard_after_forward. sequence_parallel:
             whether tensor parallelism splits the sequence between blocks.
@@ -92,6 +93,7 @@ class Setup:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     reference: bool = False
+    logits_again: bool = False
     offload: bool = False
     staged: bool = False
     reshard: str = RESHARD[0]
@@ -316,6 +318,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         lora_rank=rank,
         lora_targets=tuple(read("magi.lora.target_modules", [*LORA_TARGETS])) if rank else (),
         reference=_has_reference(read),
+        logits_again=read("training.dataset", str) in ("dpo", "rollouts"),
         offload=read("training.enable_cpu_offload", False),
         staged=read("checkpoint.enable", False) and read("checkpoint.async_mode", "disabled") != "disabled",
         reshard=read("parallelism.fsdp_reshard_after_forward", RESHARD),

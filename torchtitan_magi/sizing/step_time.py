@@ -64,7 +64,7 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     weights = 1 if setup.lora_rank else GRADIENTS  # frozen weights have no gradients
     products = 2 * used * setup.tokens
     output = 2 * setup.on_rank.vocabulary * setup.tokens * setup.learned
-    times = 1 + weights + setup.reference  # a loss of pairs makes logits again for its backward
+    times = 1 + weights + setup.logits_again
     logits = output * times / gpu.products + _loss_passes(setup) / gpu.passes
     forward, backward = (IN_STEPS * seconds for seconds in attention)
     rule, passes = _rule(setup, gpu), _passes(setup) / setup.pp / gpu.passes
