@@ -21,7 +21,7 @@ from torchtitan_magi.commands.generation import ADAPTER_CONFIG, MAX_NEW_TOKENS, 
 from torchtitan_magi.commands.parser import CommandParser
 from torchtitan_magi.training.checkpoints.digests import check_digests, check_sizes, is_export
 from torchtitan_magi.training.checkpoints.export import UNFINISHED
-from torchtitan_magi.training.checkpoints.hf_weights import INDEX
+from torchtitan_magi.training.checkpoints.hf_weights import INDEX, check_files
 from torchtitan_magi.wording import shown
 
 
@@ -46,9 +46,12 @@ def _told(said: Callable[[Path], str], folder: Path) -> int:
 
 
 def _whole(folder: Path) -> str:
+    if not folder.is_dir():
+        raise ValueError(f"{shown(folder)} is no folder; give that of a checkpoint, step-N, or of an export")
     if _is_cut_off(folder):
         raise ValueError(f"{shown(folder)} is an export that was cut off; start its run again, which exports once more")
     if is_export(folder):
+        check_files(folder)
         return f"{shown(folder)} is an export, which has no digests; ask its model with --generate"
     if steps := sorted(path.name for path in folder.glob("step-*")):
         raise ValueError(

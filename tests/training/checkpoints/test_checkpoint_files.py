@@ -1,6 +1,7 @@
 """A checkpoint that is not whole, or cannot be written, is one line with its path; its bytes have digests."""
 
 import hashlib
+import json
 import os
 import pickle
 import subprocess
@@ -114,7 +115,7 @@ def test_safetensors_without_metadata_name_the_option(tmp_path):
 
 
 def test_the_command_names_an_export(tmp_path, capsys):
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert verify.main([str(tmp_path)]) == 0
     assert f"{tmp_path} is an export, which has no digests; ask its model with --generate" in capsys.readouterr().out
     with pytest.raises(ValueError, match="is an export in safetensors, without digests; give a checkpoint to resume"):
@@ -132,12 +133,31 @@ def test_the_command_names_an_export(tmp_path, capsys):
 def test_the_command_takes_no_export_that_was_cut_off_for_whole(present, missing, tmp_path, capsys):
     for name in present:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
+        save_file({"x": torch.zeros(1)}, tmp_path / name)
     assert verify.main([str(tmp_path)]) == 1
     assert f"{tmp_path} is an export that was cut off; start its run again" in capsys.readouterr().err
-    (tmp_path / missing).write_text("{}")
-    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"")
+    (tmp_path / missing).write_text('{"weight_map": {"x": "model-00001-of-00001.safetensors"}}')
+    save_file({"x": torch.zeros(1)}, tmp_path / "model-00001-of-00001.safetensors")
     assert verify.main([str(tmp_path)]) == 0
+
+
+def test_the_command_takes_no_export_that_was_copied_in_part_for_whole(tmp_path, capsys):
+    path, index = tmp_path / "model-00001-of-00002.safetensors", tmp_path / "model.safetensors.index.json"
+    save_file({"x": torch.zeros(100)}, path)
+    index.write_text(
+        '{"weight_map": {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}}'
+    )
+    assert verify.main([str(tmp_path)]) == 1
+    assert f"{index} names model-00002-of-00002.safetensors, which is not there" in capsys.readouterr().err
+    index.unlink()
+    os.truncate(path, 200)
+    assert verify.main([str(tmp_path)]) == 1
+    assert f"{path}: " in capsys.readouterr().err
+
+
+def test_the_command_names_a_folder_that_is_not_there(tmp_path, capsys):
+    assert verify.main([str(tmp_path / "step-1")]) == 1
+    assert f"{tmp_path}/step-1 is no folder; give that of a checkpoint" in capsys.readouterr().err
 
 
 def test_the_command_names_the_checkpoints_of_a_folder(tmp_path, capsys):

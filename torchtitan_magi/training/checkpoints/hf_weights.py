@@ -149,6 +149,19 @@ def _feed_forward(name: str, dim: int, hidden_dim: int) -> Iterator[tuple[str, t
     yield f"{name}.down_proj.weight", (dim, hidden_dim)
 
 
+def check_files(folder: Path) -> tuple[dict[str, str], Metadata]:
+    """The index of a folder's safetensors, empty without one, and their headers. All can be opened.
+
+    Raises:
+        ValueError: a file is missing or broken; one line with the file and the remedy.
+    """
+    index = _read_index(folder)
+    for name in sorted(set(index.values())):
+        if not (folder / name).is_file():
+            raise ValueError(f"{shown(folder / INDEX)} names {shown(name)}, which is not there; download it again")
+    return index, _headers(folder)
+
+
 def check_weights(folder: str | Path, config: ModelConfig) -> None:
     """Checks that the safetensors of a folder, and their index if there is one, hold all tensors of the model, and no
     others but those that transformers leaves out as well.
@@ -158,11 +171,7 @@ def check_weights(folder: str | Path, config: ModelConfig) -> None:
             or has no place in the model; one line with the file or the tensor and the remedy.
     """
     folder, needed = Path(folder), tensor_shapes(config)
-    index = _read_index(folder)
-    for name in sorted(set(index.values())):
-        if not (folder / name).is_file():
-            raise ValueError(f"{shown(folder / INDEX)} names {shown(name)}, which is not there; download it again")
-    headers = _headers(folder)
+    index, headers = check_files(folder)
     stored: dict[str, Any] = headers.state_dict_metadata
     if index:
         _check_complete(folder / INDEX, _places_by(index, config), needed)
