@@ -134,6 +134,7 @@ def test_missing_fields_are_those_of_transformers():
     del moe["head_dim"], moe["tie_word_embeddings"], moe["norm_topk_prob"], moe["architectures"]
     config = read(moe)
     assert (config.head_dim, config.tied, config.experts) == (8, False, Experts(128, 8, 48, False))
+    assert read(DEEPSEEK_V3 | {"norm_topk_prob": None}) == read(DEEPSEEK_V3)  # where it is True
     dense = small_qwen()
     del dense["head_dim"]
     assert read(dense).head_dim == in_transformers(dense).head_dim

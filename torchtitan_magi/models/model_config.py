@@ -456,6 +456,7 @@ def _deepseek_v3(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
         raise file.refusal("topk_group", top_groups, f"use at most n_group, {groups}")
     experts = replace(
         experts,
+        norm_topk_prob=file.get("norm_topk_prob", bool, True),
         num_dense_layers=file.get("first_k_dense_replace", int, least=0),
         num_shared=file.get("n_shared_experts", int),
         num_groups=1 if groups == top_groups else groups,
