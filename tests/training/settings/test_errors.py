@@ -35,6 +35,16 @@ from torchtitan_magi.training.settings.sections import NEED_A_GPU
             "--compile.enable --compile.components models",
             ["compile.components has 'models'", "'model' and 'loss'"],
         ),
+        *(
+            [
+                (
+                    "--profiling.enable_profiling --profiling.profile_freq 3",
+                    ["profile_freq is 3; use at least 4, profiler_warmup plus profiler_active"],
+                )
+            ]
+            if IS_0_3  # in which the CPU has profiles
+            else []
+        ),
         ("--magi.dpo.loss ipo", ["magi.dpo.loss is 'ipo', but training.dataset is 'sft'; set that to 'dpo', or leave"]),
         ("--magi.rollouts.on_policy", ["rollouts.on_policy is True, but training.dataset is 'sft'; set that to"]),
         (

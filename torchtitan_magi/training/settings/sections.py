@@ -81,6 +81,7 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
         logger.warning(
             "This run learns nothing of routing: debug.moe_force_load_balance is true, so tokens go to experts in turn"
         )
+    _check_profiling(job_config.profiling)
     _check_compile(job_config.compile)
     _check_checkpointing(job_config.activation_checkpoint, job_config.compile)
     _check_objective(job_config, has_objectives)
@@ -92,6 +93,15 @@ def _check_numbers(job_config: Any) -> None:
         section, name = option.split(".")
         if (value := getattr(getattr(job_config, section), name)) is not None:
             check_number(option, value)
+
+
+def _check_profiling(section: Any) -> None:
+    least = section.profiler_warmup + section.profiler_active
+    if section.enable_profiling and section.profile_freq < least:
+        raise ValueError(  # torchtitan asserts it once the model is built
+            f"profiling.profile_freq is {section.profile_freq}; use at least {least}, profiler_warmup plus "
+            "profiler_active"
+        )
 
 
 def _check_compile(section: Any) -> None:
