@@ -168,6 +168,29 @@ def errors_of_continuing(folder):
     return [*said, *errors_of(cases)]
 
 
+def said_of_steps(folder, cases):
+    """What is said of continuing from a whole checkpoint of step 3, and the warnings."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchtitan_magi.training.settings import resume
+
+    dcp.save({"dataloader": {"state": torch.zeros(1)}}, checkpoint_id=f"{folder}/checkpoint/step-3", no_dist=True)
+    warned = []
+    resume.logger.warning = warned.append
+    continued = ["--job.dump_folder", folder, "--checkpoint.enable", "--magi.no-verify_checkpoint"]
+    return errors_of([continued + case.split() for case in cases]), warned
+
+
+def test_a_run_that_continues_has_steps_left(tmp_path):
+    cases = [f"--training.steps {steps}" for steps in (2, 3, 4)]
+    cases += ["--training.steps 2 --checkpoint.exclude_from_loading train_state", "--magi.epochs 1 --training.steps 2"]
+    before, last, more, excluded, epochs = call(said_of_steps, str(tmp_path), cases)[0]
+    assert "training.steps is 2, but the run goes on from step 3; set it to more, or checkpoint.load_step to" in before
+    assert [last, more, excluded, epochs] == [None, None, None, before]
+    (warning,) = call(said_of_steps, str(tmp_path / "new"), cases[1:3])[1]
+    assert "training.steps is 3, but the run goes on from step 3, its last: it trains and saves nothing more" in warning
+
+
 def test_a_run_does_not_continue_from_weights_alone(tmp_path):
     last, whole, weights, none, *others = call(errors_of_continuing, str(tmp_path))
     for said, step in ((last, 3), (weights, 2)):

@@ -13,12 +13,12 @@ from tqdm import tqdm
 from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank
-from torchtitan_magi.training.settings.options import check_schedule
+from torchtitan_magi.training.settings.options import DEFAULT_STEPS, check_schedule
 from torchtitan_magi.wording import amount
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_STEPS, DEFAULT_WARMUP = 10_000, 200  # torchtitan's; they count as not given
+DEFAULT_WARMUP = 200  # torchtitan's; it counts as not given
 MANY_EPOCHS = 10  # in a run that did not ask for them
 FEW_RECORDS = 200_000  # are packed in a second or two
 

@@ -7,6 +7,7 @@ SFT_DATASET = "sft"
 DPO_DATASET = "dpo"
 ROLLOUTS_DATASET = "rollouts"
 OUR_DATASETS = (SFT_DATASET, DPO_DATASET, ROLLOUTS_DATASET)
+DEFAULT_STEPS = 10_000  # torchtitan's; with magi.epochs they count as not given
 
 
 @dataclass(frozen=True)

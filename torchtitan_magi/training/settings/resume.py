@@ -11,7 +11,7 @@ from torchtitan_magi.training.checkpoints.digests import METADATA
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
 from torchtitan_magi.training.process.run_folder import lock_checkpoints, lock_folder
-from torchtitan_magi.training.settings.options import DPO_DATASET, has_reference
+from torchtitan_magi.training.settings.options import DEFAULT_STEPS, DPO_DATASET, has_reference
 from torchtitan_magi.wording import quoted_path, shown
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,7 @@ def _check_continues(job_config: Any) -> None:
         )
     if "train_state" in checkpoint.exclude_from_loading:
         return
+    _check_steps_are_left(job_config, step)
     reference, had_file = job_config.magi.dpo.reference, "train_state.reference_model" in _names_in(folder, step)
     if job_config.training.dataset == DPO_DATASET and (reference == "file") != had_file:
         before = "file" if had_file else "model"
@@ -135,6 +136,19 @@ def _check_continues(job_config: Any) -> None:
             f'magi.dpo.reference is "{reference}", but {shown(folder)}/step-{step} is of a run with "{before}"; set it '
             "to that, or start another run"
         )
+
+
+def _check_steps_are_left(job_config: Any, step: int) -> None:
+    """Checks that a run from a checkpoint of ``step`` has steps to come; where the data say how many, it is not known
+    yet."""
+    steps = job_config.training.steps
+    if job_config.magi.epochs != -1 and steps == DEFAULT_STEPS:
+        return
+    what = f"training.steps is {steps}, but the run goes on from step {step}"
+    if steps < step:
+        raise ValueError(f"{what}; set it to more, or checkpoint.load_step to an earlier one")
+    if steps == step:
+        logger.warning(f"{what}, its last: it trains and saves nothing more; set it to more for that")
 
 
 def _can_continue(folder: Path, step: int) -> bool:
