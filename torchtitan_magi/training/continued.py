@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torchtitan_magi.training.settings.resume import finished_steps
 
 logger = logging.getLogger(__name__)
 
+CONSTANT = partial(pow, 1.0)  # a partial, as torchtitan's factors by step, of which 0.2.2 saves what state they have
 NO_OPTIONS = {"params", "param_names", "lr"}  # of an optimizer's group; lr follows the schedule of initial_lr
 SAME_RESULT = {"foreach", "fused", "capturable", "differentiable"}  # options by which only the way there differs
 
@@ -28,9 +30,23 @@ def load_checkpoint(manager: Any, step: int, load: Callable[[int], bool], build:
     if step == -1 and manager.enable:
         step = max(finished_steps(Path(manager.folder)), default=-1)
     with _own_options(manager.states):
-        loaded = load(step)
-    run_length.resume(manager.states, build)
+        with _rates_without_end(manager.states):
+            loaded = load(step)
+        run_length.resume(manager.states, build)
     return loaded
+
+
+@contextmanager
+def _rates_without_end(states: dict[str, Any]) -> Iterator[None]:
+    """Lets schedulers of the learning rate load any step: with ``magi.epochs`` it is only counted afterwards how many
+    steps the run has, and behind its last one torchtitan may end in an assertion."""
+    schedulers = list(states.get("lr_scheduler", ()))
+    factors = [scheduler.lr_lambdas for scheduler in schedulers]
+    for scheduler in schedulers:
+        scheduler.lr_lambdas = [CONSTANT] * len(scheduler.base_lrs)
+    yield
+    for scheduler, own in zip(schedulers, factors, strict=True):
+        scheduler.lr_lambdas = own
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.runs import new_folder, train, watch
+from support.runs import corpus, new_folder, train, watch
 
 SAVED, STEPS = 3, 6
 
@@ -39,3 +39,18 @@ def test_options_of_the_optimizer_are_those_of_the_file_not_of_the_checkpoint():
     assert f"From step {SAVED + 1} on the optimizer has other options than the checkpoint: " in resumed.output
     for changed in ("lr: 0.003 -> 1e-05", "betas: (0.9, 0.95) -> (0.9, 0.999)", "weight_decay: 0.1 -> 0.0"):
         assert changed in resumed.output
+
+
+@pytest.mark.either
+def test_steps_that_take_more_packs_than_before_continue_at_a_constant_rate(tmp_path):
+    """Until the data that are left are counted, the schedule is that of a run which began with such steps."""
+    (tmp_path / "few.jsonl").write_text("".join((corpus() / "train.jsonl").open().readlines()[:12]))
+    arguments = ["--job.dump_folder", str(tmp_path), "--training.dataset_path", str(tmp_path / "few.jsonl")]
+    arguments += ["--magi.epochs", "1", "--training.steps", "10000", "--training.local_batch_size", "1"]
+    arguments += ["--lr_scheduler.warmup_steps", "1", "--lr_scheduler.decay_ratio", "0"]
+    arguments += ["--checkpoint.enable", "--checkpoint.interval", "1", "--checkpoint.no-last_save_model_only"]
+    first = train(1, arguments, entry="torchtitan_magi.train").metrics
+    before = len(first) - 2
+    more = ["--checkpoint.load_step", f"{before}", "--training.global_batch_size", "4"]
+    resumed = train(1, [*arguments, *more], entry="torchtitan_magi.train").metrics
+    assert [(metrics["step"], metrics["lr"]) for metrics in resumed] == [(before + 1, first[-1]["lr"])]
