@@ -1,7 +1,6 @@
 """A checkpoint that is not whole, or cannot be written, is one line with its path; its bytes have digests."""
 
 import hashlib
-import json
 import os
 import pickle
 import subprocess
