@@ -123,6 +123,48 @@ def test_torchtitans_own_configurations_get_our_layers():
     assert call(layers_of_own_configuration) == {"GptOssExperts.Config", "RowwiseLinear.Config"}
 
 
+def refused_parts():
+    """What is said of parts that ours would replace, each of a class of a user's own or for other models."""
+    from dataclasses import dataclass, replace
+
+    from torchtitan.components.loss import ChunkedLossWrapper, MSELoss
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from torchtitan_magi.titan import with_magi
+
+    @dataclass(kw_only=True, slots=True)
+    class OwnMetrics(MetricsProcessor.Config):
+        pass
+
+    @dataclass(kw_only=True, slots=True)
+    class OwnAC(SelectiveAC.Config):
+        pass
+
+    config, said = llama3_debugmodel(), []
+    for part in (
+        {"loss": MSELoss.Config()},
+        {"loss": ChunkedLossWrapper.Config(loss_fn=MSELoss.Config())},
+        {"metrics": OwnMetrics()},
+        {"activation_checkpoint": OwnAC()},
+    ):
+        try:
+            with_magi(replace(config, **part))
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_ours_would_replace_is_torchtitans_own():
+    loss, inner, metrics, checkpointing = call(refused_parts)
+    assert loss == inner
+    assert "in the place of torchtitan.components.loss.MSELoss.Config, which would not be used; leave" in loss
+    assert "OwnMetrics, which would not be used" in metrics
+    assert "OwnAC, which would not be used" in checkpointing
+
+
 def layers_after_converters():
     """The layers' classes: of a preset flavor with adapters; after a user's converter that derives a configuration,
     before and after ours; and what is said of one that puts a layer of its own there."""

@@ -22,6 +22,7 @@ from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import with_varlen
 from torchtitan_magi.titan.v03.trainer import MagiTrainer
 from torchtitan_magi.training.settings.options import Magi
+from torchtitan_magi.training.settings.sections import check_replaced
 
 
 def with_magi(config: Any, magi: Magi | None = None) -> MagiTrainer.Config:
@@ -29,10 +30,16 @@ def with_magi(config: Any, magi: Magi | None = None) -> MagiTrainer.Config:
 
     Args:
         magi: the [magi] options.
+
+    Raises:
+        ValueError: a part that ours would replace is of a class of your own; one line.
     """
+    parts = [config, config.loss, getattr(config.loss, "loss_fn", config.loss), config.tokenizer, config.metrics]
+    check_replaced([*parts, config.checkpoint, config.validator])
     magi = magi or Magi()
     checkpointing, parallelism = config.activation_checkpoint, config.parallelism
     if isinstance(checkpointing, SelectiveAC.Config):
+        check_replaced([checkpointing])
         checkpointing = copied(MagiSelectiveAC.Config, checkpointing)
     if parallelism.spmd_backend == ParallelismConfig().spmd_backend:  # needs a newer torch
         parallelism = replace(parallelism, spmd_backend="partial_dtensor")

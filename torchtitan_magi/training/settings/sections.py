@@ -56,6 +56,20 @@ def check_gpu_options(job_config: Any, device_type: str, without: Sequence[str] 
             raise ValueError(f"{option} is true, but there is no GPU, which it needs; set it to false")
 
 
+def check_replaced(parts: Iterable[Any]) -> None:
+    """Refuses configurations of a user's own classes, or of a loss for other models, where ours take their place.
+
+    Raises:
+        ValueError: one line that names the class and the remedy.
+    """
+    for kind in map(type, parts):
+        if not kind.__module__.startswith(("torchtitan.", "torchtitan_magi.")) or kind.__qualname__ == "MSELoss.Config":
+            raise ValueError(
+                f"with_magi puts a class of its own in the place of {kind.__module__}.{kind.__qualname__}, which would "
+                "not be used; leave torchtitan's default there"
+            )
+
+
 def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool) -> None:
     """Checks the sections by themselves and against each other.
 
