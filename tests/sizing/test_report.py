@@ -489,6 +489,8 @@ WRONG_FILES = {
         ("dense --total 1k --cp 2 --cost words.txt", "words.txt is no cost model"),
         ("dense --total 1k --cp 2 4 --png x.png", "pictures are of one layout"),
         ("dense --total 1k --cp 2 --memory", "--memory is of a run's TOML file, but SOURCE is 'dense'"),
+        ("dense --total 1k --cp 2 --gpu H200", "--gpu is of a run's TOML file, but SOURCE is 'dense'"),
+        ("dense --total 1k --cp 2 --gpus 8", "--gpus is of a run's TOML file, but SOURCE is 'dense'"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_value(arguments, message, tmp_path, monkeypatch, capsys):

@@ -45,6 +45,8 @@ from torchtitan_magi.sizing.strategies.size import Sizing, check_layout, size_ru
 from torchtitan_magi.sizing.strategies.table import as_json, report_lines
 from torchtitan_magi.wording import one_line, quoted
 
+GPU = "H100"  # of a run, if none is given
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a report, or predicted memory, and writes the files that are asked for.
@@ -70,9 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_outputs(options)
         if options.gpus is not None and options.gpus < 1:
             raise ValueError(f"--gpus is {options.gpus}; give at least 1")
-        if options.memory:
-            if run is None:
-                raise ValueError(f"--memory is of a run's TOML file, but SOURCE is {quoted(path)}")
+        of_run = {"--memory": options.memory, "--gpu": options.gpu, "--gpus": options.gpus}
+        options.gpu = options.gpu or GPU
+        if run is None:
+            if flag := next((flag for flag, value in of_run.items() if value), None):
+                raise ValueError(f"{flag} is of a run's TOML file, but SOURCE is {quoted(path)}")
+        elif options.memory:
             _print(memory_lines(_setups(run, options)))
             return
         _report(run, options.heads == from_heads, options)  # heads of one's own are of no run
@@ -237,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GPUS",
         help="number of GPUs that share a pack; several numbers are compared",
     )
-    add("--gpu", default="H100", metavar="NAME", help=f"kind of GPU of a run: {', '.join(GPUS)} (default: %(default)s)")
+    add("--gpu", metavar="NAME", help=f"kind of GPU of a run: {', '.join(GPUS)} (default: {GPU})")
     add("--gpus", type=int, metavar="N", help="GPUs of a run in all (default: whole nodes, or what its degrees need)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
