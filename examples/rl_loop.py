@@ -28,6 +28,8 @@ class Sampler:
 
     def __init__(self, folder: str) -> None:
         self.tokenizer, self.model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+        end = self.model.generation_config.eos_token_id  # one or several
+        self.ends = torch.tensor(self.tokenizer.eos_token_id if end is None else end).flatten()
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Takes the trainer's weights; others, such as an output layer tied to the embeddings, stay."""
@@ -47,12 +49,12 @@ class Sampler:
         found = self.model.generate(
             torch.tensor([prompt] * ANSWERS), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
             max_new_tokens=NEW_TOKENS, output_logits=True, return_dict_in_generate=True,
-            pad_token_id=self.tokenizer.eos_token_id,
+            eos_token_id=self.ends.tolist(), pad_token_id=int(self.ends[0]),
         )  # fmt: skip
         logprobs = torch.stack(found.logits, 1).log_softmax(-1)
         completions = []
         for tokens, of_vocabulary in zip(found.sequences[:, len(prompt) :], logprobs, strict=True):
-            ends = (tokens == self.tokenizer.eos_token_id).nonzero().flatten().tolist()
+            ends = torch.isin(tokens, self.ends).nonzero().flatten().tolist()
             ids = tokens[: ends[0] + 1 if ends else None]
             chosen = of_vocabulary[: len(ids)].gather(1, ids[:, None])[:, 0]
             reward = rule(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,6 +1,8 @@
 """The examples run as they stand."""
 
+import json
 import re
+import runpy
 
 import pytest
 from support.hf_models import make_hf_folder
@@ -52,6 +54,18 @@ def test_answers_are_sampled_and_learned_on_any_number_of_ranks(tmp_path):
         assert (tmp_path / str(processes) / "checkpoint" / "step-4" / "config.json").is_file()
     assert found[0][0] == found[1][0]
     assert found[0] == pytest.approx(found[1], abs=0.02)  # a sampled token may change by rounding
+
+
+def test_a_sampled_answer_ends_at_any_end_that_the_model_has(tmp_path):
+    """What comes behind it is padding, which nobody sampled."""
+    folder = make_hf_folder("llama", initializer_range=0.1, folder=tmp_path / "model")
+    path, ends = folder / "generation_config.json", set(range(0, 512, 4))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": sorted(ends)}))
+    sampler = runpy.run_path(str(ROOT / "examples" / "rl_loop.py"))["Sampler"](folder)
+    for answer in sampler.rollouts(0)[0]["completions"]:
+        *before, last = answer["completion_ids"]
+        assert not ends & set(before)
+        assert last in ends or len(before) == 31
 
 
 def test_models_of_transformers_have_the_losses_they_have_alone():
