@@ -27,6 +27,7 @@ def test_a_folder_gives_what_transformers_reads_and_nothing_else(tmp_path):
     names += ["vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"]
     names += ["additional_chat_templates/tools.jinja"]
     names += ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
+    names += ["tiktoken.model", "tokenization_kimi.py"]
     others = ["model.safetensors", "model.safetensors.index.json", "README.md", "original/params.json"]
     for name in [*names, *others]:
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 PATTERNS = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.j*", "additional_chat_templates/*",
+    "tiktoken.model", "*.py",  # the tokenizers of Kimi, and the code that auto_map names
     "*processor_config.json",  # of what sees pictures: servers ask for it whatever they are asked
 )  # fmt: skip
 CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
