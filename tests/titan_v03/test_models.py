@@ -142,12 +142,17 @@ def refused_parts():
     class OwnAC(SelectiveAC.Config):
         pass
 
+    @dataclass(kw_only=True, slots=True)
+    class Experiment(MetricsProcessor.Config):
+        __module__ = "torchtitan.experiments.rl.metrics"
+
     config, said = llama3_debugmodel(), []
     for part in (
         {"loss": MSELoss.Config()},
         {"loss": ChunkedLossWrapper.Config(loss_fn=MSELoss.Config())},
         {"metrics": OwnMetrics()},
         {"activation_checkpoint": OwnAC()},
+        {"metrics": Experiment()},
     ):
         try:
             with_magi(replace(config, **part))
@@ -158,11 +163,12 @@ def refused_parts():
 
 
 def test_what_ours_would_replace_is_torchtitans_own():
-    loss, inner, metrics, checkpointing = call(refused_parts)
+    loss, inner, metrics, checkpointing, experiment = call(refused_parts)
     assert loss == inner
     assert "in the place of torchtitan.components.loss.MSELoss.Config, which would not be used; leave" in loss
     assert "OwnMetrics, which would not be used" in metrics
     assert "OwnAC, which would not be used" in checkpointing
+    assert "torchtitan.experiments.rl.metrics." in experiment
 
 
 def layers_after_converters():

@@ -374,10 +374,8 @@ def loading_train_state(states: dict[str, Any], folder: str | os.PathLike[str]) 
         ValueError: the checkpoint has adapters for which the run has none; one line.
     """
     trainer, path = states.get(TRAIN_STATE), Path(folder)
-    names = frozenset[str]()
-    if (
-        isinstance(trainer, ObjectiveTrainer) or (path / METADATA).is_file()
-    ):  # else safetensors, of which all must have a place
+    names = frozenset[str]()  # of safetensors, of which all must have a place
+    if isinstance(trainer, ObjectiveTrainer) or (path / METADATA).is_file():
         names = frozenset(read_metadata(path).state_dict_metadata)
     _check_adapters(names, states, path)
     if not isinstance(trainer, ObjectiveTrainer):

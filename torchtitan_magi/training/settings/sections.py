@@ -57,13 +57,16 @@ def check_gpu_options(job_config: Any, device_type: str, without: Sequence[str] 
 
 
 def check_replaced(parts: Iterable[Any]) -> None:
-    """Refuses configurations of a user's own classes, or of a loss for other models, where ours take their place.
+    """Refuses configurations of classes that are not torchtitan's plain ones, where ours take their place: a user's
+    own, those of torchtitan's experiments, a loss for other models.
 
     Raises:
         ValueError: one line that names the class and the remedy.
     """
     for kind in map(type, parts):
-        if not kind.__module__.startswith(("torchtitan.", "torchtitan_magi.")) or kind.__qualname__ == "MSELoss.Config":
+        is_plain = kind.__module__.startswith(("torchtitan.", "torchtitan_magi."))
+        is_other = kind.__module__.startswith("torchtitan.experiments.") or kind.__qualname__ == "MSELoss.Config"
+        if is_other or not is_plain:
             raise ValueError(
                 f"with_magi puts a class of its own in the place of {kind.__module__}.{kind.__qualname__}, which would "
                 "not be used; leave torchtitan's default there"
