@@ -1,6 +1,6 @@
 """Work in processes of its own, whose death is an error with a remedy: rendering by chat templates, which are other
-people's programs and get limits of CPU time and address space, and reading footers of Parquet files (`apart`), since
-some damage makes pyarrow abort.
+people's programs and get limits of CPU time and address space, and reading footers of Parquet files, since some damage
+makes pyarrow abort.
 
 In a process that `limit_process` was called in, `limited` raises ValueError for a call that takes too much. A signal
 ends a call that runs Python code; jinja2's sandbox is Python. A single C function that does not come back, such as the
@@ -10,13 +10,18 @@ with SIGXCPU, and `describe_exit` says why.
 
 import gc
 import os
+import pickle
 import resource
 import signal
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from torchtitan_magi import machine
@@ -26,12 +31,23 @@ MEMORY_BYTES = 2**30  # address space that a call may add to its process
 ROOM_BYTES = 6 * 2**30  # address space that is enough for any record; the longest take 4 GiB
 STACK_BYTES = 8 * 2**20  # that are usual
 GRACE = 5  # seconds of CPU time from the signal to the end of the process
-WAIT_SECONDS = 60, 540  # for the answer of one process, and of two, however loaded the machine is
+WAIT_SECONDS = 600  # for the answer of a process, however loaded the machine is
 
 T = TypeVar("T")
 
 _MEMORY = f"{MEMORY_BYTES / 2**30:.0f} GiB"
 _REMEDY = "correct the template, or the record if others pass"
+
+# The packages' own __init__ import torch, which such a process does without.
+_CLEAN = """
+import pickle, sys, types
+sys.path[:], packages = pickle.load(sys.stdin.buffer)
+for name, folders in packages:
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = folders
+function, arguments = pickle.load(sys.stdin.buffer)
+function(*arguments)
+"""
 
 _statm: int | None = None  # of a limited process: the open file that tells its address space
 _is_running = False  # whether a limited call is
@@ -103,9 +119,9 @@ def run_limited(function: Callable[..., T], *args: Any) -> T:
 
 
 class Died(Exception):
-    """A process died. exitcode: its exit code; -n: it was ended by signal n."""
+    """A process died. exitcode: its exit code; -n: it was ended by signal n; None: it gave no answer."""
 
-    def __init__(self, exitcode: int) -> None:
+    def __init__(self, exitcode: int | None) -> None:
         self.exitcode = exitcode
 
 
@@ -113,51 +129,79 @@ def apart(function: Callable[..., T], *args: Any) -> T:
     """Calls `function(*args)` in a process of its own, forked from this one, and waits for its answer.
 
     The result, or the ValueError, OSError or MemoryError that it raises, comes back pickled. Raises Died if the process
-    dies, also for want of an answer. Another thread may hold a lock at the fork, which then nobody in the new process
-    ever lets go; so where no answer comes for long, a second process is asked too.
+    dies or gives no answer. For the main thread: what is forked from another one first destroys what the main thread
+    has for itself, and a process group of PyTorch that only that holds (in DTensor's cache) waits for its threads, for
+    ever.
     """
-    children: dict[Connection, int] = {}
-    try:
-        for seconds in WAIT_SECONDS:
-            pipe, child = _forked(function, args)
-            children[pipe] = child
-            if answered := wait([*children], seconds):
-                value, error = _answer(answered[0], children)  # type: ignore[arg-type]
-                if error is not None:
-                    raise error
-                return value
-        raise Died(-signal.SIGKILL)
-    finally:
-        for pipe, child in children.items():
-            pipe.close()
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-
-
-def _forked(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Connection, int]:
-    """Where the answer of a new process comes out, and its number."""
     reading, writing = Pipe(duplex=False)
-    child = os.fork()  # multiprocessing has no children for daemons, such as loader workers
+    child = _fork()
     if child == 0:
         _send_result(writing, function, args)
     writing.close()
-    return reading, child
+    with reading:
+        value, error = receive(reading, lambda: _end_child(child))
+    _end_child(child)
+    if error is not None:
+        raise error
+    return value
 
 
-def _answer(pipe: Connection, children: dict[Connection, int]) -> Any:
-    """What a process sent. Raises Died if it ended without, and takes it out of the children."""
+def receive(pipe: Connection, end: Callable[[], int]) -> Any:
+    """The next answer of a process. end: kills it unless it has ended by itself, and returns its exit code. Raises Died
+    if it ends without, also in the middle of it, or if there is none after WAIT_SECONDS."""
     try:
-        return pipe.recv()
-    except (EOFError, OSError):  # in the middle of its answer, or before
-        pipe.close()
-        raise Died(os.waitstatus_to_exitcode(os.waitpid(children.pop(pipe), 0)[1])) from None
+        if pipe.poll(WAIT_SECONDS):
+            return pipe.recv()
+    except (EOFError, OSError):
+        raise Died(end()) from None
+    end()
+    raise Died(None)
+
+
+def start(function: Callable[..., Any], *args: Any, **options: Any) -> subprocess.Popen[bytes]:
+    """A new process, no fork of this one, that calls `function(*args)`: what this one has in memory or in other threads
+    cannot hold it up.
+
+    Args:
+        function: of a module below torchtitan_magi.data, which the process imports without torch.
+        args: are pickled.
+        options: of Popen.
+    """
+    process = subprocess.Popen([sys.executable, "-c", _CLEAN], stdin=subprocess.PIPE, **options)
+    package = Path(__file__).parents[1]
+    packages = [("torchtitan_magi", [str(package)]), ("torchtitan_magi.data", [str(package / "data")])]
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as stdin:
+        pickle.dump((sys.path, packages), stdin)
+        pickle.dump((function, args), stdin)
+    return process
+
+
+def _fork() -> int:
+    """As os.fork (multiprocessing has no children for daemons, such as loader workers); garbage of this process is not
+    collected in the other."""
+    collects, child = gc.isenabled(), -1
+    gc.disable()
+    try:
+        child = os.fork()
+    finally:
+        if collects and child:
+            gc.enable()
+    return child
+
+
+def _end_child(child: int) -> int:
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def describe_exit(exitcode: int | None) -> str:
     """How a limited process ended, by its exit code (-n: by signal n), with the remedy: "was ended: ..."."""
     if exitcode == -signal.SIGXCPU:
         return f"was ended: {_too_much(f'{SECONDS} s of CPU time')}"
-    if exitcode is not None and exitcode < 0:
+    if exitcode is None:
+        return f"{describe_end(exitcode)}; {_REMEDY}"
+    if exitcode < 0:
         return f"{describe_end(exitcode)}; {machine.memory_remedy()}, or {_REMEDY}"
     return f"{describe_end(exitcode)}; see its output above"
 
@@ -182,8 +226,10 @@ def has_room() -> bool:
 
 
 def describe_end(exitcode: int | None) -> str:
-    """How a process ended, by its exit code (-n: by signal n): "was ended by SIGKILL"."""
-    if exitcode is not None and exitcode < 0:
+    """How a process ended, by its exit code (-n: by signal n; None: no answer): "was ended by SIGKILL"."""
+    if exitcode is None:
+        return f"gave no answer for {WAIT_SECONDS} s"
+    if exitcode < 0:
         return f"was ended by {signal.Signals(-exitcode).name}"
     return f"ended with exit code {exitcode}"
 
@@ -195,7 +241,6 @@ def _limited_here(function: Callable[..., T], args: tuple[Any, ...]) -> T:
 
 def _send_result(writing: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
     """Ends the process, without what a normal end of it would do for the one that it was forked from."""
-    gc.disable()  # objects of the other process stay as they are
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory is the other's
     try:
         result: tuple[Any, ValueError | OSError | MemoryError | None]

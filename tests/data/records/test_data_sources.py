@@ -6,14 +6,13 @@ import os
 import pickle
 import re
 import resource
-import threading
 from pathlib import Path
 from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.streams import abort
+from support.processes import python
 
 from torchtitan_magi.data import Corpus, guard
 from torchtitan_magi.data.records import tables
@@ -306,49 +305,73 @@ PARQUET_ERRORS = {
 }
 
 
-def wait_for_ever(path):
-    threading.Event().wait()
-
-
-FOOTERS = {  # what reading the footer of a damaged file ends in
-    "abort": (abort, "the process that reads its footer was ended by SIGABRT"),
-    "no end": (wait_for_ever, "the process that reads its footer was ended by SIGKILL"),
-    "negative": (lambda path: tables._Footer(["text"], [-11], [{}]), "its footer says that it has -11 rows"),
-    "huge": (lambda path: tables._Footer(["text"], [2**60], [{}]), "its footer says that it has 1,152,921"),
+ENDS = {  # of the process that reads footers
+    "abort": ("import os; os.abort()", "was ended by SIGABRT"),
+    "no end": ("import time; time.sleep(1000)", "gave no answer for 2 s"),
+    "exit": ("import sys; sys.exit(3)", "ended with exit code 3"),
+}
+FOOTERS = {
+    "negative": (tables.Footer(["text"], [-11], [{}]), "its footer says that it has -11 rows"),
+    "huge": (tables.Footer(["text"], [2**60], [{}]), "its footer says that it has 1,152,921"),
 }
 
 
-@pytest.mark.parametrize("name", FOOTERS)
-def test_a_damaged_footer_is_one_line_and_the_process_lives(name, tmp_path, cache, monkeypatch):
-    read, words = FOOTERS[name]
+@pytest.mark.parametrize("name", ENDS)
+def test_a_footer_that_ends_the_process_that_reads_it_is_one_line(name, tmp_path, cache, monkeypatch):
+    program, words = ENDS[name]
     save_parquet(tmp_path / "a.parquet", RECORDS)
-    monkeypatch.setattr(tables, "_read_footer", read)
-    if read is wait_for_ever:
-        monkeypatch.setattr(guard, "WAIT_SECONDS", (0.1, 0.1))
+    monkeypatch.setattr(guard, "_CLEAN", program)
+    monkeypatch.setattr(guard, "WAIT_SECONDS", 2 if name == "no end" else 600)
+    words = (
+        f"cannot read records file '{tmp_path}/a.parquet': the process that reads its footer {words}; check the path$"
+    )
+    with pytest.raises(ValueError, match=words):
+        Corpus(tmp_path / "a.parquet", cache=cache)
+
+
+@pytest.mark.parametrize("name", FOOTERS)
+def test_a_damaged_footer_is_one_line(name, tmp_path, cache, monkeypatch):
+    footer, words = FOOTERS[name]
+    save_parquet(tmp_path / "a.parquet", RECORDS)
+    monkeypatch.setattr(guard, "receive", lambda *_: footer)
     with pytest.raises(ValueError, match=f"cannot read records file '{tmp_path}/a.parquet': {words}.*; check the path"):
         Corpus(tmp_path / "a.parquet", cache=cache)
 
 
-def test_a_lock_that_another_thread_holds_at_the_fork_stops_one_process_not_two(tmp_path, monkeypatch):
-    """The first process gets the lock held for good. The second is forked after it was let go."""
-    lock, forked, footer = threading.Lock(), guard._forked, tables._read_footer
+def test_of_many_files_the_first_that_cannot_be_read_is_named(tmp_path):
+    for number in range(6):
+        save_parquet(tmp_path / f"{number}.parquet", RECORDS)
+    assert len(Corpus(tmp_path)) == 6 * len(RECORDS)
+    for number in (2, 4):
+        os.truncate(tmp_path / f"{number}.parquet", 2000)
+    with pytest.raises(ValueError, match=f"cannot read records file '{tmp_path}/2.parquet': .*Parquet"):
+        Corpus(tmp_path)
+    (tmp_path / "1.parquet").unlink()
+    os.mkfifo(tmp_path / "1.parquet")
+    with pytest.raises(ValueError, match=f"cannot read records file '{tmp_path}/1.parquet': it is no regular file"):
+        Corpus(tmp_path)
 
-    def read(path):
-        with lock:
-            return footer(path)
 
-    def fork_once(*args):
-        answer = forked(*args)
-        lock.release()
-        monkeypatch.setattr(guard, "_forked", forked)
-        return answer
+GROUPS = """
+import sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan_magi.data import Corpus
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+DTensor.from_local(torch.ones(2), mesh, [Replicate()]).clone()
+del mesh
+dist.destroy_process_group()
+print(len(Corpus(sys.argv[1])))
+"""
 
+
+def test_files_are_opened_where_a_cache_holds_the_last_of_a_process_group(tmp_path):
+    """DTensor's own, of the main thread: what is forked in another thread frees it, and waits for gloo for ever."""
     save_parquet(tmp_path / "a.parquet", RECORDS)
-    monkeypatch.setattr(tables, "_read_footer", read)
-    monkeypatch.setattr(guard, "_forked", fork_once)
-    monkeypatch.setattr(guard, "WAIT_SECONDS", (0.1, 600))
-    lock.acquire()
-    assert len(Corpus(tmp_path / "a.parquet")) == len(RECORDS)
+    result = python("-c", GROUPS, tmp_path / "a.parquet")
+    assert result.stdout == f"{len(RECORDS)}\n", result.stderr
 
 
 @pytest.mark.parametrize(
@@ -362,16 +385,17 @@ def test_a_lock_that_another_thread_holds_at_the_fork_stops_one_process_not_two(
 )
 def test_whatever_arrow_says_of_a_file_is_one_printable_line(error, words, tmp_path, monkeypatch):
     save_parquet(tmp_path / "a.parquet", RECORDS)
+    corpus = Corpus(tmp_path / "a.parquet")
     monkeypatch.setattr(pq, "ParquetFile", mock.Mock(side_effect=error))
     with pytest.raises(ValueError, match=words) as caught:
-        Corpus(tmp_path / "a.parquet")
+        corpus.read(0)
     assert str(caught.value).isprintable()
 
 
 def test_a_file_with_fewer_rows_than_its_footer_says_is_refused(tmp_path, monkeypatch):
     save_parquet(tmp_path / "a.parquet", RECORDS)
     footer = tables._read_footer(f"{tmp_path}/a.parquet")
-    monkeypatch.setattr(tables, "_read_footer", lambda path: footer._replace(num_rows=[len(RECORDS) + 1]))
+    monkeypatch.setattr(guard, "receive", lambda *_: footer._replace(num_rows=[len(RECORDS) + 1]))
     with pytest.raises(ValueError, match=r"a\.parquet': it has fewer rows than its footer says; check the path"):
         Corpus(tmp_path / "a.parquet").read(0)
 

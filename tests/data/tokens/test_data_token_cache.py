@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import pickle
 import re
 import resource
 import signal
@@ -24,7 +23,7 @@ from support.streams import abort, with_small_blocks
 
 from torchtitan_magi import files, machine
 from torchtitan_magi.data import Corpus, PackedSFTDataset, TokenizedDocument, TokenizedPairs, guard
-from torchtitan_magi.data.tokens import token_cache, token_writer
+from torchtitan_magi.data.tokens import token_writer
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.data.tokens.token_cache import TokenCache, default_folder
@@ -340,7 +339,7 @@ def test_a_lack_of_descriptors_is_named(folder, tokenizer, cache):
 
 
 def test_a_writer_that_is_killed_again_and_again_is_the_error(folder, tokenizer, cache, monkeypatch):
-    monkeypatch.setattr(token_cache, "_WRITER", "import os, sys; sys.stdin.buffer.read(); os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(guard, "_CLEAN", "import os, sys; sys.stdin.buffer.read(); os.kill(os.getpid(), 9)")
     words = r"^the process that tokenizes .*train.jsonl was ended by SIGKILL again and again; free memory$"
     with pytest.raises(ValueError, match=words):
         list(dataset(folder, tokenizer, cache))
@@ -396,12 +395,11 @@ def test_a_writer_that_nobody_listens_to_ends_without_a_traceback(monkeypatch, c
     os.close(reading)
     monkeypatch.setattr(os, "nice", lambda more: None)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(None))))
     monkeypatch.setattr(token_writer, "write_blocks", lambda job: token_writer.Failed("a file has changed"))
     with open(writing, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         with pytest.raises(SystemExit):
-            token_writer.main()
+            token_writer.write(None)
     assert capfd.readouterr().err == ""
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from torchtitan_magi.data.records.hub import DEFAULT_SPLIT, is_saved, load_hub, load_saved
 from torchtitan_magi.data.records.jsonl import JsonlFile
 from torchtitan_magi.data.records.record_file import KEYS, Parse, RecordFile
-from torchtitan_magi.data.records.tables import DatasetFile, ParquetFile
+from torchtitan_magi.data.records.tables import DatasetFile, Footers, ParquetFile
 from torchtitan_magi.wording import quoted, quoted_path
 
 HUB = "hf://"
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # of the files that a folder is searched for
+PARQUET = ".parquet"
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", PARQUET)  # of the files that a folder is searched for
 # written by training beside the data; .unfinished.npz by earlier versions
 OTHER_FILES = (".reference.npz", ".unfinished", ".unfinished.npz")
 
@@ -54,7 +55,9 @@ class SourceName:
                 f"source {quoted_path(self.path)} is neither a name {HUB}org/name nor a folder saved by datasets; "
                 "leave out its split and subset"
             )
-        return [(os.path.realpath(name), partial(_open_file, name, **options)) for name in _files_of(self.path)]
+        files = _files_of(self.path)
+        footers = Footers([name for name in files if name.endswith(PARQUET)])
+        return [(os.path.realpath(name), partial(_open_file, name, footers, **options)) for name in files]
 
 
 def parse_sources(text: str) -> list[SourceName]:
@@ -118,8 +121,8 @@ def _open_dataset(path: str, subset: str | None, split: str | None, **options: A
     return DatasetFile(name, dataset, **options)
 
 
-def _open_file(name: str, **options: Any) -> RecordFile:
-    return (ParquetFile if name.endswith(".parquet") else JsonlFile)(name, **options)
+def _open_file(name: str, footers: Footers, **options: Any) -> RecordFile:
+    return ParquetFile(name, footers, **options) if name.endswith(PARQUET) else JsonlFile(name, **options)
 
 
 def _files_of(path: str) -> list[str]:

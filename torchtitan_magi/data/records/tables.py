@@ -7,11 +7,15 @@ whether there is a value: such a record is refused.
 
 import functools
 import os
+import resource
+import threading
 import zlib
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,9 +36,12 @@ from torchtitan_magi.data.records.record_file import (
     named_errors,
     sha256,
 )
+from torchtitan_magi.files import regular_file
 from torchtitan_magi.wording import one_line, quoted, quoted_path, shown
 
 if TYPE_CHECKING:
+    import subprocess
+
     from datasets import Dataset
 
 _MAX_ROWS = 4096  # of a block: its size is an average, and Parquet stores a repeated value once
@@ -98,11 +105,17 @@ class TableFile(RecordFile):
 
 
 class ParquetFile(TableFile):
-    """A Parquet file, read in place. A block is a part of one row group. Arguments as of `JsonlFile`."""
+    """A Parquet file, read in place. A block is a part of one row group.
+
+    Args:
+        footers: of files that are opened together, this one among them.
+        path, parse, columns, cache: as of `JsonlFile`.
+    """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
+        footers: "Footers",
         parse: Parse = parse_document,
         columns: Mapping[str, str] | None = None,
         cache: Path | None = None,
@@ -110,7 +123,7 @@ class ParquetFile(TableFile):
         name = os.fspath(path)
         super().__init__(name, parse, columns or {}, [name])
         with named_errors(name):
-            footer = _footer(name)
+            footer = footers.of(name)
         self._used = self._used_columns(footer.names)
         self._group_firsts = np.cumsum([0, *footer.num_rows], dtype=np.int64)
         sizes = [_size_of(self._used, group) for group in footer.sizes]
@@ -158,7 +171,7 @@ class ParquetFile(TableFile):
         return {name: value for name, value in vars(self).items() if name != "_metadata"}
 
 
-class _Footer(NamedTuple):
+class Footer(NamedTuple):
     """What a Parquet file's footer says. names: of the columns; num_rows: of each row group; sizes: for each row group,
     leaf -> bytes before compression. A leaf is a column, or a part of it that is stored by itself, `column.part`."""
 
@@ -167,21 +180,71 @@ class _Footer(NamedTuple):
     sizes: list[dict[str, int]]
 
 
-def _footer(path: str) -> _Footer:
-    """The footer of a Parquet file, read in a process of its own (`guard`). Raises OSError."""
+class Footers:
+    """The footers of Parquet files, which a process of its own (`guard`) reads once the first is asked for, in their
+    order and up to the first that it cannot read."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._numbers = {path: number for number, path in enumerate(paths)}
+        self._reading = threading.Lock()
+        self._answers: list[Footer | OSError | MemoryError] | None = None
+
+    def of(self, path: str) -> Footer:
+        """Raises OSError, or MemoryError, if this or one before it cannot be read."""
+        with self._reading:
+            if self._answers is None:
+                self._answers = _footers([*self._numbers])
+        answer = self._answers[min(self._numbers[path], len(self._answers) - 1)]
+        if isinstance(answer, Exception):
+            raise answer
+        if min(answer.num_rows, default=0) < 0 or sum(answer.num_rows) > _MAX_ROWS_OF_FILE:
+            raise OSError(f"its footer says that it has {sum(answer.num_rows):,} rows")
+        return answer
+
+
+def _footers(paths: list[str]) -> list[Footer | OSError | MemoryError]:
+    """The footers of files, up to the first error, which is the last of the list."""
+    answers: list[Footer | OSError | MemoryError] = []
+    reading, writing = Pipe(duplex=False)
     try:
-        footer = guard.apart(_read_footer, path)
-    except guard.Died as end:
-        raise OSError(f"the process that reads its footer {guard.describe_end(end.exitcode)}") from None
-    if min(footer.num_rows, default=0) < 0 or sum(footer.num_rows) > _MAX_ROWS_OF_FILE:
-        raise OSError(f"its footer says that it has {sum(footer.num_rows):,} rows")
-    return footer
+        with reading:
+            with writing:
+                process = guard.start(_send_footers, writing.fileno(), paths, pass_fds=[writing.fileno()])
+            with process:
+                for _ in paths:
+                    answer = guard.receive(reading, lambda: _end(process))
+                    if isinstance(answer, Exception):
+                        raise answer
+                    answers.append(answer)
+    except guard.Died as died:
+        answers.append(OSError(f"the process that reads its footer {guard.describe_end(died.exitcode)}"))
+    except (OSError, MemoryError) as error:
+        answers.append(error)
+    return answers
 
 
-def _read_footer(path: str) -> _Footer:
+def _end(process: "subprocess.Popen[bytes]") -> int:
+    process.kill()
+    return process.wait()
+
+
+def _send_footers(pipe: int, paths: Sequence[str]) -> None:
+    """The process that reads footers. pipe: descriptor for its answers."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with Connection(pipe, readable=False) as answers:
+        for path in paths:
+            try:
+                regular_file(path)  # a pipe would never end
+                answers.send(_read_footer(path))
+            except (OSError, MemoryError) as error:
+                answers.send(error)
+                return
+
+
+def _read_footer(path: str) -> Footer:
     with _arrow_errors(), pq.ParquetFile(path) as file:
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-        return _Footer(file.schema_arrow.names, [group.num_rows for group in groups], [*map(_sizes, groups)])
+        return Footer(file.schema_arrow.names, [group.num_rows for group in groups], [*map(_sizes, groups)])
 
 
 def _sizes(group: pq.RowGroupMetaData) -> dict[str, int]:

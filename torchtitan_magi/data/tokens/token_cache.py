@@ -9,9 +9,7 @@ at a time run for an order of blocks; when it dies, a reader that waits starts t
 import hashlib
 import logging
 import os
-import pickle
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -26,7 +24,7 @@ from torchtitan_magi.data import guard
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import VERSION, TokenBlock
-from torchtitan_magi.data.tokens.token_writer import Job, unusable
+from torchtitan_magi.data.tokens.token_writer import Job, unusable, write
 from torchtitan_magi.files import Waiting, open_lock, sign_lock, take_lock
 from torchtitan_magi.wording import quoted_path, shown
 
@@ -37,17 +35,6 @@ _MAX_WRITERS = 4  # that end without the file that is waited for
 _MAX_OPEN = 128  # files of tokens that nobody uses at the moment
 _UNFINISHED_SECONDS = 3600.0  # age of a temporary file whose writer is dead
 _UNUSED_SECONDS = 30 * 86400.0  # since a plan was last read, until it is removed
-
-# The packages' own __init__ import torch, which the writer does without.
-_WRITER = """
-import pickle, sys, types
-sys.path[:], packages = pickle.load(sys.stdin.buffer)
-for name, folders in packages:
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = folders
-from torchtitan_magi.data.tokens.token_writer import main
-main()
-"""
 
 
 def default_folder() -> Path:
@@ -257,23 +244,11 @@ def _remedy_of_start() -> str:
 
 
 class _Writer:
-    """A process that runs `token_writer.main`; it holds the lock as long as it lives."""
+    """A process that runs `token_writer.write`; it holds the lock as long as it lives."""
 
     def __init__(self, job: Job, lock: BinaryIO) -> None:
-        command = [sys.executable, "-c", _WRITER]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[lock.fileno()],
-            start_new_session=True,
-        )
-        package = Path(__file__).parents[2]
-        packages = [("torchtitan_magi", [str(package)]), ("torchtitan_magi.data", [str(package / "data")])]
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError), self.process.stdin as stdin:
-            pickle.dump((sys.path, packages), stdin)
-            pickle.dump(job, stdin)
+        options = {"stdout": subprocess.PIPE, "pass_fds": [lock.fileno()], "start_new_session": True}
+        self.process = guard.start(write, job, **options)
         with suppress(OSError):  # a full disk
             sign_lock(lock.fileno(), self.process.pid)
         logger.info("tokenizing %s blocks of records with %d processes", f"{len(job.items):,}", job.num_workers)

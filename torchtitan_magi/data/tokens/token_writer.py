@@ -10,7 +10,6 @@ No torch here: a worker is to start fast and stay small.
 import ctypes
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
@@ -84,9 +83,8 @@ class Failed:
     message: str
 
 
-def main() -> None:
-    """Reads a job from standard input; a failure is one line on standard output, and exit code 1."""
-    job: Job = pickle.load(sys.stdin.buffer)
+def write(job: Job) -> None:
+    """Writes the blocks of a job; a failure is one line on standard output, and exit code 1."""
     os.nice(10)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
