@@ -238,6 +238,8 @@ def test_weights_that_are_not_complete(folder):
     start(folder, READ)
     path.unlink()
     assert_refused([f"{folder} has no *.safetensors", "put the model's weights there"], folder, READ)
+    (folder / ".metadata").touch()
+    assert_refused([f"{folder} has no *.safetensors", "set checkpoint.initial_load_in_hf to false"], folder, READ)
     start(folder, EXPORT)
 
 

@@ -18,6 +18,7 @@ from torchtitan_magi.files import read_text, regular_file
 from torchtitan_magi.machine import lack
 from torchtitan_magi.models.model_config import Experts, LinearAttention, ModelConfig
 from torchtitan_magi.models.names import name_in_files, of_pictures
+from torchtitan_magi.training.checkpoints.digests import METADATA
 from torchtitan_magi.training.checkpoints.hf_reader import EMBEDDING, OUTPUT, Place, places_of
 from torchtitan_magi.wording import one_line, shown
 
@@ -259,7 +260,10 @@ def _headers(folder: Path) -> Metadata:
     """Size, dtype, chunks and files of each stored tensor, as torch will read them."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ValueError(f"{shown(folder)} has no *.safetensors; put the model's weights there")
+        remedy = "put the model's weights there"
+        if (folder / METADATA).is_file():
+            remedy = f"it has a {METADATA} of torch's format: set checkpoint.initial_load_in_hf to false to load it"
+        raise ValueError(f"{shown(folder)} has no *.safetensors; {remedy}")
     for path in paths:
         try:
             regular_file(path)
