@@ -92,6 +92,7 @@ def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
     assert run.output.splitlines()[-1].endswith(f'({automatic}.from_pretrained("{folder_of(kind)}"), "{adapters}")')
     assert "Turns end with <|im_end|>, which is no EOS of the model: give generation eos_token_id=4" in run.output
     found = check_with_peft(kind, run, adapters)
+    assert len({path.stat().st_mode for path in Path(adapters).iterdir()}) == 1  # all may be read alike
     tensors = load_file(f"{adapters}/adapter_model.safetensors")
     sizes = {  # of those that q, k, v share, once; of three in one, those of each
         tensor.view(torch.uint8).numpy().tobytes(): int(tensor.count_nonzero())

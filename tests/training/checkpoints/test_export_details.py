@@ -21,7 +21,7 @@ from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_
 from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.checkpoints.export import Export, export
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX, check_weights, float32_names
-from torchtitan_magi.training.checkpoints.pictures import copy_pictures
+from torchtitan_magi.training.checkpoints.pictures import FILE, copy_pictures
 from torchtitan_magi.training.checkpoints.trained_length import keep_trained_length, trained_length
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end, learned_end
 from torchtitan_magi.training.process.last_line import LastLine
@@ -71,6 +71,7 @@ def test_what_sees_pictures_goes_with_the_text(kind, tmp_path):
     pictures = {name: x for name, x in tensors_of(source).items() if of_pictures(model, name)}
     exported, index = tensors_of(tmp_path), json.loads((tmp_path / INDEX).read_text())
     assert len(pictures) > 20
+    assert len({(tmp_path / name).stat().st_mode for name in (FILE, INDEX)}) == 1  # who reads one reads the other
     assert exported.keys() == index["weight_map"].keys() == pictures.keys() | texts.keys()
     assert all(torch.equal(exported[name], x) for name, x in pictures.items())
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in exported.values())

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from torchtitan_magi.files import read_text
+from torchtitan_magi.files import read_text, write_whole
 from torchtitan_magi.models.names import of_pictures
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 
@@ -28,7 +28,7 @@ def copy_pictures(source: str | Path, folder: Path, model: str) -> None:
             tensors |= {name: file.get_tensor(name) for name in file.keys() if of_pictures(model, name)}  # noqa: SIM118
     if not tensors:
         return
-    save_file(tensors, folder / FILE, {"format": "pt"})
+    write_whole(folder / FILE, save(tensors, {"format": "pt"}))  # save_file's are for their owner alone
     index = json.loads(read_text(folder / INDEX))
     index["weight_map"] |= dict.fromkeys(tensors, FILE)
     index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_magi.files import write_whole
 from torchtitan_magi.models.names import plain_name
 from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.objectives.dpo import PairBatch, logprobs_by
@@ -104,7 +105,8 @@ def save_adapters(
         has_experts = any(layer.moe is not None for layer in adapter.model_config.layers)
         config |= _targets([layer.split(".") for layer in layers], has_experts)
         config |= _patterns(layers, lora, adapter)
-        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+        content = save(tensors, {"format": "pt"})
+        write_whole(folder / "adapter_model.safetensors", content)  # save_file's files are for their owner alone
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
 
