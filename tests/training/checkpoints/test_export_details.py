@@ -297,7 +297,13 @@ def test_a_loader_knows_the_positions_of_what_it_gave_out():
             "The adapters are in run/step-7: "
             'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "run/step-7")',
         ),
-        (False, True, "", "The weights are in run/step-7, in torch's format; another run starts from them with "),
+        (
+            False,
+            True,
+            "",
+            "The weights are in run/step-7, in torch's format; another run starts from them with "
+            "--checkpoint.initial_load_path run/step-7 --checkpoint.no-initial_load_in_hf, and exports them with ",
+        ),
         (False, False, "", "The last checkpoint is run/step-7; the run goes on from it with more --training.steps, "),
     ],
 )

@@ -194,9 +194,10 @@ def test_a_run_that_continues_has_steps_left(tmp_path):
 
 def test_a_run_does_not_continue_from_weights_alone(tmp_path):
     last, whole, weights, none, *others = call(errors_of_continuing, str(tmp_path))
-    for said, step in ((last, 3), (weights, 2)):
+    for said, step, in_hf in ((last, 3, "true"), (weights, 2, "false")):
         assert f"checkpoint/step-{step} has no state of the data loader" in said
         assert "set checkpoint.load_step to 1" in said
+        assert f"its path as checkpoint.initial_load_path and initial_load_in_hf = {in_hf}" in said
     assert "checkpoint.load_step is 7" in none
     assert f"checkpoint.load_step is 1, but {tmp_path}/new/checkpoint is not there; use" in others.pop()
     assert [whole, *others] == [None] * 5

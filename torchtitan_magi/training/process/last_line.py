@@ -48,8 +48,8 @@ class LastLine:
         elif checkpointer.last_save_model_only:
             self.text = (
                 f"The weights are in {shown(folder)}, in torch's format; another run starts from them with "
-                f"--checkpoint.initial_load_path {shown(folder)}, and exports them with --training.steps 1 "
-                "--optimizer.lr 0 --checkpoint.last_save_in_hf as well"
+                f"--checkpoint.initial_load_path {shown(folder)} --checkpoint.no-initial_load_in_hf, and exports them "
+                "with --training.steps 1 --optimizer.lr 0 --checkpoint.last_save_in_hf as well"
             )
         else:
             self.text = (

@@ -125,10 +125,11 @@ def _check_continues(job_config: Any) -> None:
     if not checkpoint.exclude_from_loading and not _can_continue(folder, step):
         earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
         instead = "" if earlier is None else f"set checkpoint.load_step to {earlier}, or "
+        in_hf = str((folder / f"step-{step}" / INDEX).is_file()).lower()
         raise ValueError(
             f"{shown(folder)}/step-{step} has no state of the data loader, as a run's last checkpoint holds weights "
             f"only unless checkpoint.last_save_model_only is false; {instead}start another run with its path as "
-            "checkpoint.initial_load_path"
+            f"checkpoint.initial_load_path and initial_load_in_hf = {in_hf}"
         )
     if "train_state" in checkpoint.exclude_from_loading:
         return
