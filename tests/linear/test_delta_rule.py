@@ -136,6 +136,7 @@ def changed(number, change):
     ("change", "message"),
     [
         (changed(3, lambda g: g[..., None].expand(-1, -1, 5)), "g has shape (10, 4, 5): a gate per channel (KDA)"),
+        (lambda x: [y[None] for y in x], "(1, 10, 4), (1, 10, 4); give [T, HK, K] twice, [T, H, V] and [T, H] twice"),
         (changed(0, lambda q: q.tolist()), "q is of type list; give a torch.Tensor"),
         (changed(1, lambda k: k[:, :1]), "give [T, HK, K] twice, [T, H, V] and [T, H] twice"),
         (changed(4, lambda beta: beta[:9]), "give [T, HK, K] twice, [T, H, V] and [T, H] twice"),

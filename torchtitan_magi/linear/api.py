@@ -152,7 +152,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: fl
     for name, x in tokens._asdict().items():
         check_tensor(x, name)
     shapes = ", ".join(str(tuple(x.shape)) for x in tokens)
-    if g.ndim == 3:
+    if q.ndim == g.ndim == 3:
         raise ValueError(
             f"g has shape {tuple(g.shape)}: a gate per channel (KDA) is not there yet; give one per head, [T, H]"
         )
