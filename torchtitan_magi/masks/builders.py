@@ -80,7 +80,7 @@ def shared_prompt(lengths: object, starts: object = None, window: int | None = N
         _check_window(window)
     array = as_int64(lengths, "lengths")
     if array.ndim != 2 or array.shape[1] != 3 or (array < 0).any():
-        raise ValueError(f"lengths has shape {array.shape}; give non-negative [num_pairs, 3]: prompt, chosen, rejected")
+        raise ValueError(f"lengths has {_wrong(array)}; give non-negative [num_pairs, 3]: prompt, chosen, rejected")
     total = array.sum(1)
     start = total.cumsum() - total if starts is None else as_int64(starts, "starts")
     if start.shape != total.shape:
@@ -110,7 +110,7 @@ def tree_causal(lengths: object, parents: object, starts: object = None, window:
         _check_window(window)
     sizes, above = as_int64(lengths, "lengths"), as_int64(parents, "parents")
     if sizes.ndim != 1 or (sizes < 0).any():
-        raise ValueError(f"lengths has shape {sizes.shape}; give non-negative [num_nodes], the tokens of each node")
+        raise ValueError(f"lengths has {_wrong(sizes)}; give non-negative [num_nodes], the tokens of each node")
     if above.shape != sizes.shape:
         raise ValueError(f"parents has shape {above.shape} for {len(sizes)} nodes; give the parent of each node, or -1")
     if (i := first_true((above < -1) | (above >= np.arange(len(above))))) is not None:
@@ -175,6 +175,11 @@ def causal_ranges(start: Int64Array, end: Int64Array, window: int | None = None)
     head = np.stack([start, knee, start, knee, np.full_like(start, CAUSAL)], 1)
     tail = np.stack([knee, end, knee - window + 1, end, np.full_like(start, BI_CAUSAL)], 1)
     return np.concatenate([head, tail[knee < end]])
+
+
+def _wrong(lengths: Int64Array) -> str:
+    """What lengths should not have: a negative one, or their shape."""
+    return str(lengths.min()) if (lengths < 0).any() else f"shape {lengths.shape}"
 
 
 def _check_window(window: int) -> None:
