@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = f'question to the model of an export, answered in at most {MAX_NEW_TOKENS} tokens (default: "{QUESTION}")'
     parser.add_argument("--generate", nargs="?", const=QUESTION, metavar="TEXT", help=asked)
     options = parser.parse_args(arguments)
-    said = _whole if options.generate is None else partial(answer_of, question=options.generate)
+    several = len(options.folders) > 1
+    said = _whole if options.generate is None else partial(_answer, question=options.generate, is_named=several)
     return max([_told(said, folder) for folder in options.folders])
 
 
@@ -45,6 +46,11 @@ def _told(said: Callable[[Path], str], folder: Path) -> int:
     return 0
 
 
+def _answer(folder: Path, question: str, is_named: bool) -> str:
+    """What the folder's model answers, after its name if others are asked, too."""
+    return f"{shown(folder)}\n" * is_named + answer_of(folder, question)
+
+
 def _whole(folder: Path) -> str:
     if not folder.is_dir():
         raise ValueError(f"{shown(folder)} is no folder; give that of a checkpoint, step-N, or of an export")
@@ -53,10 +59,9 @@ def _whole(folder: Path) -> str:
     if is_export(folder):
         check_files(folder)
         return f"{shown(folder)} is an export, which has no digests; ask its model with --generate"
-    if steps := sorted(path.name for path in folder.glob("step-*")):
-        raise ValueError(
-            f"{shown(folder)} has the checkpoints {', '.join(steps)}; give one of them, or {shown(folder)}/step-*"
-        )
+    if steps := sorted(folder.glob("step-*")) or sorted(folder.glob("*/step-*")):  # of a run's folder, too
+        where, names = shown(steps[0].parent), ", ".join(path.name for path in steps)
+        raise ValueError(f"{where} has the checkpoints {names}; give one of them, or {where}/step-*")
     num_bytes = check_digests(folder)  # first, as what does not match is not unpickled
     check_sizes(folder)
     return f"{shown(folder)} is whole: {num_bytes / 2**30:.2f} GiB"

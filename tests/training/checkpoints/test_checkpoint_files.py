@@ -160,11 +160,13 @@ def test_the_command_names_a_folder_that_is_not_there(tmp_path, capsys):
 
 
 def test_the_command_names_the_checkpoints_of_a_folder(tmp_path, capsys):
-    (tmp_path / "step-10").mkdir()
-    (tmp_path / "step-20").mkdir()
-    assert verify.main([str(tmp_path)]) == 1
-    said = f"{tmp_path} has the checkpoints step-10, step-20; give one of them, or {tmp_path}/step-*"
-    assert said in capsys.readouterr().err
+    saved = tmp_path / "checkpoint"
+    (saved / "step-10").mkdir(parents=True)
+    (saved / "step-20").mkdir()
+    said = f"{saved} has the checkpoints step-10, step-20; give one of them, or {saved}/step-*"
+    for folder in (saved, tmp_path):  # that of a run
+        assert verify.main([str(folder)]) == 1
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", [None, "no digest\n", ""])
