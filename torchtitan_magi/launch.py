@@ -211,7 +211,7 @@ def start() -> None:
         if overridden(config, arguments, *PRECISION) is None:
             where += " in float32, as most CPUs take several times as long for bfloat16"
             arguments.append(f"--{'.'.join(PRECISION)}=float32")
-        print(f"{processes} processes, {num_gpus} GPUs: running {where}", flush=True)
+        print(f"{processes} process{'es' * (processes != 1)}, {num_gpus} GPUs: running {where}", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     options = ["--standalone", f"--nproc-per-node={processes}", "--local-ranks-filter=0", "--role=rank", "--tee=3"]
     launch([*options, "-m", "torchtitan_magi.train", "--job.config_file", path, *arguments])

@@ -302,4 +302,8 @@ def test_a_run_on_the_cpu_is_in_float32_unless_told_otherwise(monkeypatch, capsy
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     main()
     assert started[0][started[0].index(path) + 1 :] == [*given, *added]
-    assert ("in float32" in capsys.readouterr().out) == bool(added)
+    assert ("in float32" in (printed := capsys.readouterr().out)) == bool(added)
+    assert printed.startswith("2 processes, 0 GPUs: running on CPU with gloo")
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--parallelism.context_parallel_degree=1"])
+    main()
+    assert capsys.readouterr().out.startswith("1 process, 0 GPUs: running on CPU with gloo")
