@@ -108,6 +108,7 @@ EVERY = [f"{kind}_attention" for kind in ("linear", "full")]
             with_text("Qwen3.5 35B-A3B", shared_expert_intermediate_size=300),
             ["shared_expert_intermediate_size is 300", "a multiple of moe_intermediate_size, 512"],
         ),
+        (with_text(MUSE, rope_parameters=YARN | {"rope_theta": 500000.0}), ["rope_parameters.rope_type is 'yarn'"]),
         (with_text(MUSE, layer_rope_theta=[0]), ["layer_rope_theta is [0]", "for each layer"]),
     ],
 )
@@ -169,6 +170,7 @@ def test_missing_fields_are_those_of_transformers():
         (small_llama(rope_scaling={"rope_type": "linear"}), ["has no factor"]),
         (small_llama(rope_scaling={"rope_type": "linear", "factor": 0.0}), ["factor is 0.0", "positive number"]),
         (small_llama(rope_scaling=LLAMA3_ROPE | {"low_freq_factor": 4.0}), ["low_freq_factor is 4.0", "less than"]),
+        (small_llama(rope_scaling=YARN | {"factor": 0.5}), ["rope_scaling.factor is 0.5", "at least 1"]),
         (small_llama(rope_theta=float("inf")), ["rope_theta is inf", "positive number"]),
         (small_moe(mlp_only_layers=[0]), ["mlp_only_layers is [0]", "every layer"]),
         (small_moe(decoder_sparse_step=2), ["decoder_sparse_step is 2", "every layer"]),

@@ -426,6 +426,9 @@ def _muse_glimmer(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
         raise file.refusal("layer_types", None, "use the config.json that came with the weights")
     if not isinstance(thetas, list) or len(thetas) != model.num_layers or not set(thetas) <= of_all:
         raise file.refusal("layer_rope_theta", thetas, f"use 0 or rope_theta, {model.rope.theta}, for each layer")
+    if model.rope.attention_factor != 1 and 0 in thetas:
+        remedy = "use a checkpoint with plain positions, as layers without positions would get its attention factor too"
+        raise file.refusal(f"{_rope_key(file)}.rope_type", model.rope.type, remedy)
     window = file.get("sliding_window", int) if WINDOW in kinds else 0
     return {
         "head_dim": file.get("head_dim", int),
@@ -585,6 +588,8 @@ def _rope(file: ConfigFile, model_type: str, max_positions: int) -> Rope:
     if kind == "linear":
         return Rope(theta, kind, factor)
     if kind == "yarn":
+        if factor < 1:  # torchtitan leaves positions as they are, transformers does not
+            raise file.refusal(f"{key}.factor", factor, "use the config.json that came with the weights, or at least 1")
         return Rope(
             theta,
             kind,
