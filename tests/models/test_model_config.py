@@ -31,6 +31,7 @@ from torchtitan_magi.models.model_config import (
     read_model_config,
 )
 
+ORIGINAL = "original_max_position_embeddings"
 MODELS = CONFIGS | OF_0_3
 MODELS |= {"linear positions": small_llama(rope_scaling={"rope_type": "linear", "factor": 4.0})}
 MODELS |= {"three experts": CONFIGS["Qwen3 30B-A3B"] | {"num_experts_per_tok": 3}}
@@ -135,7 +136,10 @@ def test_missing_fields_are_those_of_transformers():
     del moe["head_dim"], moe["tie_word_embeddings"], moe["norm_topk_prob"], moe["architectures"]
     config = read(moe)
     assert (config.head_dim, config.tied, config.experts) == (8, False, Experts(128, 8, 48, False))
-    assert read(DEEPSEEK_V3 | {"norm_topk_prob": None}) == read(DEEPSEEK_V3)  # where it is True
+    routed = {name: value for name, value in DEEPSEEK_V3.items() if name != "norm_topk_prob"}
+    assert read(routed) == read(DEEPSEEK_V3)  # where it is True
+    yarn = small_llama(rope_scaling=YARN)
+    assert read(yarn | {"attention_factor": 1.4, "beta_fast": 4.0}) == read(yarn)  # which transformers takes from YARN
     dense = small_qwen()
     del dense["head_dim"]
     assert read(dense).head_dim == in_transformers(dense).head_dim
@@ -171,6 +175,7 @@ def test_missing_fields_are_those_of_transformers():
         (small_llama(rope_scaling={"rope_type": "linear", "factor": 0.0}), ["factor is 0.0", "positive number"]),
         (small_llama(rope_scaling=LLAMA3_ROPE | {"low_freq_factor": 4.0}), ["low_freq_factor is 4.0", "less than"]),
         (small_llama(rope_scaling=YARN | {"factor": 0.5}), ["rope_scaling.factor is 0.5", "at least 1"]),
+        (small_llama(rope_scaling=YARN, **{ORIGINAL: 17}), [f"{ORIGINAL} is 17", "that of rope_scaling, 32768, or"]),
         (small_llama(rope_theta=float("inf")), ["rope_theta is inf", "positive number"]),
         (small_moe(mlp_only_layers=[0]), ["mlp_only_layers is [0]", "every layer"]),
         (small_moe(decoder_sparse_step=2), ["decoder_sparse_step is 2", "every layer"]),
@@ -198,6 +203,8 @@ def test_missing_fields_are_those_of_transformers():
         (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8"}}, ["'fp8'", "use a bf16 copy"]),
         (DEEPSEEK_V3 | {"scoring_func": "softmax"}, ["scoring_func is 'softmax'", '"sigmoid"']),
         (DEEPSEEK_V3 | {"rope_interleave": False}, ["rope_interleave is False", "adjacent"]),
+        (DEEPSEEK_V3 | {"rope_interleave": None}, ["rope_interleave is None", "null for false"]),
+        (DEEPSEEK_V3 | {"norm_topk_prob": None}, ["norm_topk_prob is None", "null for false"]),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, ["num_key_value_heads is 8", "num_attention_heads, 128"]),
         (DEEPSEEK_V3 | {"n_group": 7}, ["n_group is 7", "a divisor of n_routed_experts, 256"]),
         (DEEPSEEK_V3 | {"topk_group": 9}, ["topk_group is 9", "at most n_group, 8"]),

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_magi.models.config_file import ConfigFile
 from torchtitan_magi.models.names import TEXT_PARTS
-from torchtitan_magi.wording import one_line
+from torchtitan_magi.wording import one_line, quoted
 
 # model_type in the file -> its class of language models, torchtitan's model.name
 MODEL_TYPES = {
@@ -31,7 +31,9 @@ TEXT_TYPES = {  # of text_config
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_FIELDS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
-ROPE_FIELDS |= {"original_max_position_embeddings", "partial_rotary_factor"}
+ORIGINAL = "original_max_position_embeddings"
+ROPE_FIELDS |= {ORIGINAL, "partial_rotary_factor"}
+BESIDE_ROPE = ("rope_theta", "partial_rotary_factor", ORIGINAL)  # may stand beside the table of the others
 PICTURE_FIELDS = {"mrope_section", "mrope_interleaved"}  # of positions, alike for tokens of text
 YARN_FIELDS = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 MSCALE_FIELDS = {"mscale", "mscale_all_dim"}  # of DeepSeek's YaRN
@@ -450,6 +452,9 @@ def _deepseek_v3(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
     if model.rope.attention_factor != 1:
         remedy = "use a checkpoint with mscale and mscale_all_dim alike, as torchtitan's deepseek_v3 has them"
         raise file.refusal(_rope_key(file), file.values.get(_rope_key(file)), remedy)
+    for name in ("norm_topk_prob", "rope_interleave"):
+        if file.values.get(name, True) is None:  # true where they are missing
+            raise file.refusal(name, None, "use true or false, as transformers takes null for false")
     groups, top_groups = file.get("n_group", int), file.get("topk_group", int)
     experts = _experts(file)
     if groups > 1 and (experts.num_experts % groups or experts.num_experts < 2 * groups):
@@ -568,7 +573,10 @@ def _rope(file: ConfigFile, model_type: str, max_positions: int) -> Rope:
         raise file.refusal(key, parameters, "use a table of parameters, or null")
     if model_type == "gpt_oss" and not parameters:  # where transformers would take YaRN
         raise file.refusal(key, parameters, "use the config.json that came with the weights")
-    rope = ConfigFile(file.path, file.values | parameters)
+    rope = ConfigFile(file.path, {name: file.values.get(name) for name in BESIDE_ROPE} | parameters)
+    lengths = [parameters.get(ORIGINAL), file.values.get(ORIGINAL)]
+    if None not in lengths and lengths[0] != lengths[1]:  # transformers takes the second, others the first
+        raise file.refusal(ORIGINAL, lengths[1], f"use that of {key}, {quoted(lengths[0])}, or leave one of both out")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ROPE_TYPES:
         remedy = f"use a checkpoint with one of {', '.join(ROPE_TYPES)}, or take out {key} if it was added by hand"
@@ -594,7 +602,7 @@ def _rope(file: ConfigFile, model_type: str, max_positions: int) -> Rope:
             theta,
             kind,
             factor,
-            original_max_positions=rope.get("original_max_position_embeddings", int, max_positions),
+            original_max_positions=rope.get(ORIGINAL, int, max_positions),
             beta_fast=rope.get("beta_fast", float, 32.0),
             beta_slow=rope.get("beta_slow", float, 1.0),
             truncate=rope.get("truncate", bool, True),
@@ -603,7 +611,7 @@ def _rope(file: ConfigFile, model_type: str, max_positions: int) -> Rope:
     low, high = rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)
     if low >= high:
         raise file.refusal(f"{key}.low_freq_factor", low, f"use less than high_freq_factor, {high}")
-    original = rope.get("original_max_position_embeddings", int, max_positions)
+    original = rope.get(ORIGINAL, int, max_positions)
     return Rope(theta, kind, factor, low, high, original)
 
 
