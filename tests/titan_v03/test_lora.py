@@ -47,6 +47,8 @@ CP, TP = {"cp": 2}, {"cp": 1, "tp": 2}
 @functools.cache
 def folder_of(kind):
     """Experts in bfloat16 would show in the loss."""
+    if kind == "dense_deepseek":
+        return make_hf_folder("deepseek_v3", first_k_dense_replace=2)
     return make_hf_folder(kind, **({"initializer_range": 0.2} if kind in (*NO_DENSE_LAYERS, "qwen3_5_moe") else {}))
 
 
@@ -104,6 +106,11 @@ def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
     modules, parameters = TARGETS.get(kind, ([*GROUPED, *FEED_FORWARD], []))
     assert sorted(found["target_modules"]) == sorted(modules)
     assert sorted(found.get("target_parameters", [])) == sorted(parameters)
+
+
+def test_adapters_of_a_deepseek_without_experts_are_those_of_peft():
+    """As one is that was cut to its first layers: PEFT takes its ``gate_proj`` for that of experts all the same."""
+    check_with_peft("dense_deepseek", *trained("dense_deepseek", CP, "--model.name", "deepseek_v3"))
 
 
 TP_KINDS = ["gpt_oss", "deepseek_v3", "muse_glimmer", "qwen3_5"]

@@ -102,7 +102,9 @@ def save_adapters(
         layers = list(dict.fromkeys(name.removesuffix(".lora_A.weight") for name in tensors if "lora_A" in name))
         config: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
         config |= {"bias": "none", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0}
-        has_experts = any(layer.moe is not None for layer in adapter.model_config.layers)
+        model = adapter.model_config
+        may_have_experts = hasattr(model.first_attention, "kv_lora_rank")  # DeepSeek's, even if all layers are dense
+        has_experts = may_have_experts or any(layer.moe is not None for layer in model.layers)
         config |= _targets([layer.split(".") for layer in layers], has_experts)
         config |= _patterns(layers, lora, adapter)
         content = save(tensors, {"format": "pt"})
@@ -131,8 +133,9 @@ def _of_experts(
 def _targets(layers: list[list[str]], has_experts: bool) -> dict[str, list[str]]:
     """What adapter_config.json says of the layers with adapters.
 
-    PEFT takes names as ``gate_proj`` for those of experts where a model has some. Its ``target_parameters`` take them
-    for what they are. Where a model sees pictures, other layers have the same names but in ``self_attn`` and ``mlp``.
+    PEFT takes names as ``gate_proj`` for those of experts where a model may have some. Its ``target_parameters`` take
+    them for what they are. Where a model sees pictures, other layers have the same names but in ``self_attn`` and
+    ``mlp``.
 
     Args:
         layers: their names, at the dots.
