@@ -215,6 +215,11 @@ def test_plain_text_has_no_turns(tmp_path):
             },
         ),
         (
+            {"rope_scaling": {"type": "llama3"}, "original_max_position_embeddings": 64},
+            5000,
+            {"max_position_embeddings": 5000},
+        ),
+        (
             {"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 64}},
             5000,
             {"max_position_embeddings": 5000},

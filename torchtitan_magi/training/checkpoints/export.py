@@ -276,7 +276,7 @@ def _positions(fields: dict[str, Any], length: int) -> dict[str, Any]:
     if length <= number or kind == "yarn":
         return {}
     changed: dict[str, Any] = {"max_position_embeddings": length}
-    if kind == "llama3":
+    if kind == "llama3" and not fields.get(ORIGINAL):  # where transformers finds it, too
         changed[key] = {ORIGINAL: number} | rope
     return changed
 
