@@ -175,6 +175,7 @@ def test_missing_fields_are_those_of_transformers():
         (small_llama(rope_scaling={"rope_type": "linear", "factor": 0.0}), ["factor is 0.0", "positive number"]),
         (small_llama(rope_scaling=LLAMA3_ROPE | {"low_freq_factor": 4.0}), ["low_freq_factor is 4.0", "less than"]),
         (small_llama(rope_scaling=YARN | {"factor": 0.5}), ["rope_scaling.factor is 0.5", "at least 1"]),
+        (small_llama(rope_scaling=YARN | {"truncate": None}), ["truncate is None", "null for false"]),
         (small_llama(rope_scaling=YARN, **{ORIGINAL: 17}), [f"{ORIGINAL} is 17", "that of rope_scaling, 32768, or"]),
         (small_llama(rope_theta=float("inf")), ["rope_theta is inf", "positive number"]),
         (small_moe(mlp_only_layers=[0]), ["mlp_only_layers is [0]", "every layer"]),

@@ -56,7 +56,7 @@ IN_TRANSFORMERS = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGen
 
 
 class ConfigFile:
-    """A config.json; null is the same as missing."""
+    """A config.json; null is the same as missing, but where ``check_not_null`` refuses it."""
 
     def __init__(self, path: Path, values: Any = None, part: str = "") -> None:
         """values: read from the file unless given. part: the field that they are in, with a dot behind it."""
@@ -144,6 +144,12 @@ class ConfigFile:
         value = self.values.get(name)
         if value is not None and value != plain:
             raise self.refusal(name, value, remedy)
+
+    def check_not_null(self, *names: str) -> None:
+        """Refuses null in fields that are true where they are missing: transformers takes it for false."""
+        for name in names:
+            if self.values.get(name, True) is None:
+                raise self.refusal(name, None, "use true or false, as transformers takes null for false")
 
     def refusal(self, name: str, value: Any, remedy: str) -> ValueError:
         """The error that names the file, a field, its value and the remedy."""

@@ -452,9 +452,7 @@ def _deepseek_v3(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
     if model.rope.attention_factor != 1:
         remedy = "use a checkpoint with mscale and mscale_all_dim alike, as torchtitan's deepseek_v3 has them"
         raise file.refusal(_rope_key(file), file.values.get(_rope_key(file)), remedy)
-    for name in ("norm_topk_prob", "rope_interleave"):
-        if file.values.get(name, True) is None:  # true where they are missing
-            raise file.refusal(name, None, "use true or false, as transformers takes null for false")
+    file.check_not_null("norm_topk_prob", "rope_interleave")
     groups, top_groups = file.get("n_group", int), file.get("topk_group", int)
     experts = _experts(file)
     if groups > 1 and (experts.num_experts % groups or experts.num_experts < 2 * groups):
@@ -596,6 +594,7 @@ def _rope(file: ConfigFile, model_type: str, max_positions: int) -> Rope:
     if kind == "linear":
         return Rope(theta, kind, factor)
     if kind == "yarn":
+        rope.check_not_null("truncate")
         if factor < 1:  # torchtitan leaves positions as they are, transformers does not
             raise file.refusal(f"{key}.factor", factor, "use the config.json that came with the weights, or at least 1")
         return Rope(
