@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import functools
 import io
 import math
 import re
@@ -20,7 +21,7 @@ from torchtitan_magi.training.process.run_folder import check_writable
 from torchtitan_magi.training.settings.options import DPO, LoRA, Magi
 from torchtitan_magi.wording import one_line, quoted, quoted_path
 
-# whole numbers: the option, the least value, and one below it that has a meaning of its own
+# whole numbers: the option, the least value, and one below it that has a meaning of its own; some can be left out
 LEAST: tuple[tuple[str, int, int | None], ...] = (
     ("training.local_batch_size", 1, None),
     ("training.global_batch_size", 1, -1),
@@ -36,6 +37,17 @@ LEAST: tuple[tuple[str, int, int | None], ...] = (
     ("checkpoint.keep_latest_k", 2, 0),
     ("metrics.log_freq", 1, None),
     ("profiling.profile_freq", 1, None),
+    ("profiling.profiler_active", 1, None),
+    ("profiling.profiler_warmup", 0, None),
+    ("profiling.profiler_repeat", 0, None),
+    ("profiling.profiler_skip_first", 0, None),
+    ("profiling.profiler_skip_first_wait", 0, None),
+    ("profiling.memory_snapshot_freq", 1, None),
+    ("profiling.memory_snapshot_max_entries", 1, None),
+    ("training.dataloader.num_workers", 0, None),
+    ("training.dataloader.prefetch_factor", 1, None),
+    ("validation.dataloader.num_workers", 0, None),
+    ("validation.dataloader.prefetch_factor", 1, None),
     ("comm.init_timeout_seconds", 1, None),
     ("comm.train_timeout_seconds", 1, None),
     ("comm.trace_buf_size", 0, None),
@@ -44,9 +56,13 @@ LEAST: tuple[tuple[str, int, int | None], ...] = (
     ("parallelism.context_parallel_degree", 1, None),
     ("parallelism.tensor_parallel_degree", 1, None),
     ("parallelism.pipeline_parallel_degree", 1, None),
+    ("parallelism.pipeline_parallel_layers_per_stage", 1, None),
+    ("parallelism.pipeline_parallel_microbatch_size", 1, None),
     ("parallelism.expert_parallel_degree", 1, None),
     ("parallelism.expert_tensor_parallel_degree", 1, None),
 )
+# beyond them gloo counts nanoseconds below 0, and torch's recorder of collectives ends the process
+MOST = {"comm.init_timeout_seconds": 10**9, "comm.train_timeout_seconds": 10**9, "comm.trace_buf_size": 2**31 - 1}
 UNLIMITED = "training.max_norm"  # inf: no gradient is too long
 NOT_NEGATIVE = (lambda x: x >= 0), "a number of at least 0"
 BELOW_1 = (lambda x: 0 <= x < 1), "a number of at least 0 and below 1"
@@ -155,11 +171,13 @@ def check_values(job_config: Any) -> None:
         ValueError: one line that names the option and the remedy.
     """
     for option, least, special in LEAST:
-        section, name = option.split(".")
-        value = getattr(getattr(job_config, section), name)
-        if type(value) is not int or (value < least and value != special):
+        value = _given(job_config, option)
+        if value is not None and value < least and value != special:
             other = "" if special is None else f", or {special}"
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at least {least}{other}")
+    for option, most in MOST.items():
+        if (value := _given(job_config, option)) > most:
+            raise ValueError(f"{option} is {quoted(value)}; use a whole number of at most {most}")
     seed = job_config.debug.seed
     if seed is not None and not 0 <= seed < 2**64:
         raise ValueError(f"debug.seed is {quoted(seed)}; use a whole number of 0 to 2**64 - 1, or leave it out")
@@ -170,6 +188,11 @@ def check_values(job_config: Any) -> None:
             "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false"
         )
     check_writable(job_config.job.dump_folder)
+
+
+def _given(job_config: Any, option: str) -> Any:
+    """The option's value; None where it is left out, or is none of this torchtitan."""
+    return functools.reduce(lambda section, name: getattr(section, name, None), option.split("."), job_config)
 
 
 def check_number(option: str, value: float) -> None:
