@@ -35,6 +35,8 @@ from torchtitan_magi.training.settings.sections import NEED_A_GPU
             "--compile.enable --compile.components models",
             ["compile.components has 'models'", "'model' and 'loss'"],
         ),
+        ("--compile.enable --compile.backend inductr", ["backend is 'inductr'; use 'inductor', or another of 'cudagr"]),
+        ("--comm.mode fake_backend", ["comm.mode is 'fake_backend', but here ranks exchange rows", "leave it out"]),
         *(
             [
                 (
@@ -68,6 +70,9 @@ def test_a_wrong_option_in_the_file(tmp_path):
     """One of those in test_objectives.py."""
     messages = ["magi.backend is 'fla'", "use one of 'auto', 'ffa', 'flex'"]
     assert_one_line(error_of([], toml=changed(tmp_path, ("[magi]", '[magi]\nbackend = "fla"'))), messages)
+    messages = ["compile.enable is true, but compile.components is empty", "add 'model'"]
+    compiles = "[compile]\nenable = true\ncomponents = []\n\n[magi]"
+    assert_one_line(error_of([], toml=changed(tmp_path, ("[magi]", compiles))), messages)
 
 
 def test_an_unknown_backend_on_the_command_line_is_a_usage_error():

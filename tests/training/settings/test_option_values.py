@@ -61,6 +61,8 @@ ON_LINE = {
     "--checkpoint.interval 0": "checkpoint.interval is 0; use a whole number of at least 1",
     "--checkpoint.keep_latest_k 1": "checkpoint.keep_latest_k is 1; use a whole number of at least 2, or 0",
     "--metrics.log_freq 0": "metrics.log_freq is 0; use",
+    "--activation_checkpoint.determinism_check on": "determinism_check is 'on'; use one of 'default', 'none'",
+    "--optimizer.name SGD": "'--optimizer.name'" if IS_0_3 else "optimizer.name is 'SGD'; use one of 'AdamW', 'Adam'",
     "--profiling.profiler_active 0": "profiling.profiler_active is 0; use a whole number of at least 1",
     "--profiling.profiler_warmup -1": "profiling.profiler_warmup is -1; use a whole number of at least 0",
     "--training.dataloader.num_workers -1": "training.dataloader.num_workers is -1; use",

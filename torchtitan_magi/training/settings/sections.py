@@ -42,7 +42,8 @@ def check_launcher() -> None:
 
 
 def check_gpu_options(job_config: Any, device_type: str, without: Sequence[str] = ()) -> None:
-    """Refuses on the CPU what torchtitan does on GPUs alone: it would end in an error that names no remedy.
+    """Refuses on the CPU what torchtitan does on GPUs alone: it would end in an error that names no remedy. Anywhere it
+    refuses ranks that do not hear each other, which would train each by itself.
 
     Args:
         device_type: that of torchtitan's tools, "cpu" once a run is to use the CPU.
@@ -54,6 +55,8 @@ def check_gpu_options(job_config: Any, device_type: str, without: Sequence[str] 
     for option in NEED_A_GPU if device_type == "cpu" else ():
         if option not in without and attrgetter(option)(job_config):
             raise ValueError(f"{option} is true, but there is no GPU, which it needs; set it to false")
+    if (mode := job_config.comm.mode) != "default":
+        raise ValueError(f"comm.mode is {quoted(mode)}, but here ranks exchange rows, by NCCL or gloo; leave it out")
 
 
 def check_replaced(parts: Iterable[Any]) -> None:
@@ -122,9 +125,27 @@ def _check_profiling(section: Any) -> None:
 
 
 def _check_compile(section: Any) -> None:
-    """torchtitan takes any word for a component, and compiles nothing then."""
+    """torchtitan takes any word for a component, or none, and compiles nothing then."""
     if unknown := next((name for name in section.components if name not in COMPONENTS), None):
         raise ValueError(f"compile.components has {quoted(unknown)}; use one or both of 'model' and 'loss'")
+    if section.enable and not section.components:
+        raise ValueError(
+            "compile.enable is true, but compile.components is empty, so that nothing is compiled; add 'model'"
+        )
+    if section.enable:
+        _check_compiler(section.backend)
+
+
+def _check_compiler(backend: str) -> None:
+    """Raises ValueError, one line, for a word that torch.compile does not know: it would say so in the first step."""
+    from torch._dynamo.backends.registry import list_backends, lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        lookup_backend(backend)
+    except InvalidBackend:
+        known = ", ".join(map(repr, list_backends()))
+        raise ValueError(f"compile.backend is {quoted(backend)}; use 'inductor', or another of {known}") from None
 
 
 def _check_checkpointing(section: Any, compiled: Any) -> None:

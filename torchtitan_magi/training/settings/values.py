@@ -80,6 +80,8 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "activation_checkpoint.memory_budget": SHARE,
     "magi.lora.alpha": ((lambda x: x > 0), "a number above 0, such as twice the rank"),
 }
+# words that torch or torchtitan would refuse in the first step, or once the model is built
+CHOICES = {"optimizer.name": ("AdamW", "Adam"), "activation_checkpoint.determinism_check": ("default", "none")}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -178,6 +180,9 @@ def check_values(job_config: Any) -> None:
     for option, most in MOST.items():
         if (value := _given(job_config, option)) > most:
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at most {most}")
+    for option, choices in CHOICES.items():
+        if (value := _given(job_config, option)) not in choices:
+            raise ValueError(f"{option} is {quoted(value)}; use one of {', '.join(map(repr, choices))}")
     seed = job_config.debug.seed
     if seed is not None and not 0 <= seed < 2**64:
         raise ValueError(f"debug.seed is {quoted(seed)}; use a whole number of 0 to 2**64 - 1, or leave it out")
