@@ -36,6 +36,7 @@ from torchtitan_magi.training.settings.sections import NEED_A_GPU
             ["compile.components has 'models'", "'model' and 'loss'"],
         ),
         ("--compile.enable --compile.backend inductr", ["backend is 'inductr'; use 'inductor', or another of 'cudagr"]),
+        ("--job.config-file=b.toml", ["--job.config_file is given as ", " and as 'b.toml'; give one file"]),
         ("--comm.mode fake_backend", ["comm.mode is 'fake_backend', but here ranks exchange rows", "leave it out"]),
         *(
             [

@@ -5,6 +5,8 @@ import os
 import signal
 import socket
 
+from torchtitan_magi.wording import quoted_path
+
 PR_SET_PDEATHSIG = 1  # prctl(2)
 NO_FILE = "--job.config_file is missing; give the path of a TOML file"
 
@@ -45,9 +47,12 @@ def config_file(arguments: list[str]) -> str:
 
 
 def config_file_if_any(arguments: list[str]) -> str | None:
-    """The value of --job.config_file; None without one."""
+    """The value of --job.config_file; None without one. Raises ValueError if there are several."""
+    paths = []
     for i, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag.replace("_", "-") == "--job.config-file" and (equals or i + 1 < len(arguments)):
-            return value if equals else arguments[i + 1]
-    return None
+            paths.append(value if equals else arguments[i + 1])
+    if len(paths) > 1:
+        raise ValueError(f"--job.config_file is given as {' and as '.join(map(quoted_path, paths))}; give one file")
+    return paths[0] if paths else None
