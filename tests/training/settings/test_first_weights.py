@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from support.errors import one_line
 
+from torchtitan_magi.training.settings import first_weights
 from torchtitan_magi.training.settings.first_weights import check_first_weights
 
 OFF = dict.fromkeys(["enable", "load_only", "initial_load_in_hf", "last_save_in_hf", "create_seed_checkpoint"], False)
@@ -104,6 +105,10 @@ def test_the_log_says_where_weights_come_from(folder, caplog, options, names, so
         ({"load_step": 3}, "checkpoint.load_step is 3, but checkpoint.enable is false, without which nothing is lo"),
         ({"create_seed_checkpoint": True}, "checkpoint.create_seed_checkpoint is true, but checkpoint.enable is false"),
         (
+            ON | {"create_seed_checkpoint": True, "load_only": True},
+            "checkpoint.create_seed_checkpoint is true, but with checkpoint.load_only nothing is saved; set that to",
+        ),
+        (
             ON | {"load_step": 3},
             "checkpoint.load_step is 3, but {}/run/checkpoint has no finished checkpoint; set job.d",
         ),
@@ -116,6 +121,12 @@ def test_the_log_says_where_weights_come_from(folder, caplog, options, names, so
 )
 def test_an_option_that_asks_in_vain_ends_the_run(folder, options, said):
     assert problem_of(folder, **options).startswith(said.format(folder))
+
+
+def test_a_seed_checkpoint_is_of_one_process(folder, monkeypatch):
+    monkeypatch.setattr(first_weights, "rank_and_size", lambda: (0, 2))
+    said = "checkpoint.create_seed_checkpoint is true, but torchrun started 2 processes; start one, with"
+    assert problem_of(folder, **ON, create_seed_checkpoint=True).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
-from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank
+from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank, rank_and_size
 from torchtitan_magi.training.settings.optimizer import learning_rates
 from torchtitan_magi.training.settings.resume import (
     finished_steps,
@@ -62,6 +62,16 @@ def _source(job_config: Any) -> str:
 
 def _check_is_heard(checkpoint: Any, is_random: bool) -> None:
     """Raises ValueError for an option of [checkpoint] that asks in vain for weights, or for a seed to be saved."""
+    if checkpoint.create_seed_checkpoint and checkpoint.load_only:
+        raise ValueError(
+            "checkpoint.create_seed_checkpoint is true, but with checkpoint.load_only nothing is saved; set that to "
+            "false"
+        )
+    if checkpoint.create_seed_checkpoint and (processes := rank_and_size()[1]) > 1:  # else each makes the whole model
+        raise ValueError(
+            f"checkpoint.create_seed_checkpoint is true, but torchrun started {processes} processes; start one, with "
+            "parallel degrees of 1"
+        )
     initial = ""
     if checkpoint.initial_load_path:
         initial = f"initial_load_path is {quoted_path(checkpoint.initial_load_path)}"
