@@ -111,6 +111,7 @@ def test_a_led_run_goes_on(tmp_path):
         ("--training.dataset_path=ROLLOUTS", "but the rollouts of each step are given; leave it out"),
         ("--training.global_batch_size=4", "training.global_batch_size is 4, but a program leads this run"),
         ("--magi.epochs=2", "magi.epochs is 2, but a program leads this run and gives each step its rollouts"),
+        ("--magi.no-shuffle", "magi.shuffle is False, but a program leads this run"),
         ("--checkpoint.no-enable", "weights are given by the names of checkpoints, and checkpoint.enable is false"),
     ],
 )

@@ -233,6 +233,9 @@ class ObjectiveTrainer:
         without_effect = {
             "training.global_batch_size": (job.training.global_batch_size, -1),
             "magi.epochs": (job.magi.epochs, -1),
+            "magi.shuffle": (job.magi.shuffle, True),
+            "magi.bad_records": (job.magi.bad_records, "error"),
+            "checkpoint.create_seed_checkpoint": (job.checkpoint.create_seed_checkpoint, False),
             "validation.enable": (job.validation.enable, False),
         }
         for option, (value, default) in without_effect.items():
