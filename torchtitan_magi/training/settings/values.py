@@ -82,6 +82,12 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 # words that torch or torchtitan would refuse in the first step, or once the model is built
 CHOICES = {"optimizer.name": ("AdamW", "Adam"), "activation_checkpoint.determinism_check": ("default", "none")}
+# options of [activation_checkpoint] that other modes would leave unheard: their default, and what they are for
+OF_MODES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "memory_budget": (0.5, ("memory_budget",)),
+    "visualize_memory_budget_pareto": (False, ("memory_budget",)),
+    "per_op_sac_force_recompute_mm_shapes_by_fqns": (["moe.router.gate"], ("selective", "auto")),
+}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -188,6 +194,13 @@ def check_values(job_config: Any) -> None:
         raise ValueError(f"debug.seed is {quoted(seed)}; use a whole number of 0 to 2**64 - 1, or leave it out")
     for option, number in _numbers(job_config, ""):
         check_number(option, number)
+    mode = job_config.activation_checkpoint.mode
+    for name, (default, modes) in OF_MODES.items():
+        if mode not in modes and (value := getattr(job_config.activation_checkpoint, name)) != default:
+            raise ValueError(
+                f"activation_checkpoint.{name} is {quoted(value)}, but mode is {quoted(mode)}; leave it out, or set "
+                f"mode to {quoted(modes[0])}"
+            )
     if job_config.metrics.enable_wandb and find_spec("wandb") is None:  # torchtitan goes on without it
         raise ValueError(
             "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false"
