@@ -100,6 +100,13 @@ ON_LINE = {
     "--lr_scheduler.min_lr_factor -0.1": "lr_scheduler.min_lr_factor is -0.1; use a number from 0 to 1",
     "--lr_scheduler.min_lr_factor 10": "lr_scheduler.min_lr_factor is 10.0; use",
     "--lr_scheduler.decay_ratio 1.5": "lr_scheduler.decay_ratio is 1.5; use",
+    "--job.dump_folder s3://b/run": "job.dump_folder is 's3://b/run', an address; mount what it names, and give the",
+    "--checkpoint.folder file:///x": "checkpoint.folder is 'file:///x', an address; mount what it names",
+    "--checkpoint.initial_load_path gs://b/step-1": "checkpoint.initial_load_path is 'gs://b/step-1', an address",
+    "--activation_checkpoint.memory_budget 0.3": "memory_budget is 0.3, but mode is 'selective'; leave it out, or set",
+    "--activation_checkpoint.mode full --activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns wq": (
+        "per_op_sac_force_recompute_mm_shapes_by_fqns is ['wq'], but mode is 'full'; leave it out, or set mode to 'sel"
+    ),
     "--activation_checkpoint.memory_budget 2": "activation_checkpoint.memory_budget is 2.0; use",
     "--magi.lora.alpha 0": "magi.lora.alpha is 0.0; use a number above 0, such as twice the rank",
     "--debug.seed -1": "debug.seed is -1; use a whole number of 0 to 2**64 - 1, or leave it out",

@@ -24,6 +24,13 @@ COLOR = re.compile(r"\x1b\[[\d;]*m")
 HELD = (errno.EACCES, errno.EAGAIN)
 
 
+def check_local(path: str, option: str) -> None:
+    """Raises ValueError, one line, for what torchtitan 0.3 takes for an address: the digests beside checkpoints, and a
+    run that looks for one to go on from, know paths only."""
+    if "://" in path:
+        raise ValueError(f"{option} is {quoted_path(path)}, an address; mount what it names, and give the path there")
+
+
 def check_writable(folder: str, option: str = "job.dump_folder") -> None:
     """Makes the folder.
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from torchtitan_magi.files import read_text
 from torchtitan_magi.machine import lack
-from torchtitan_magi.training.process.run_folder import check_writable
+from torchtitan_magi.training.process.run_folder import check_local, check_writable
 from torchtitan_magi.training.settings.options import DPO, LoRA, Magi
 from torchtitan_magi.wording import one_line, quoted, quoted_path
 
@@ -179,15 +179,15 @@ def check_values(job_config: Any) -> None:
         ValueError: one line that names the option and the remedy.
     """
     for option, least, special in LEAST:
-        value = _given(job_config, option)
+        value = value_of(job_config, option)
         if value is not None and value < least and value != special:
             other = "" if special is None else f", or {special}"
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at least {least}{other}")
     for option, most in MOST.items():
-        if (value := _given(job_config, option)) > most:
+        if (value := value_of(job_config, option)) > most:
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at most {most}")
     for option, choices in CHOICES.items():
-        if (value := _given(job_config, option)) not in choices:
+        if (value := value_of(job_config, option)) not in choices:
             raise ValueError(f"{option} is {quoted(value)}; use one of {', '.join(map(repr, choices))}")
     seed = job_config.debug.seed
     if seed is not None and not 0 <= seed < 2**64:
@@ -205,10 +205,12 @@ def check_values(job_config: Any) -> None:
         raise ValueError(
             "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false"
         )
+    for option in ("job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path"):
+        check_local(value_of(job_config, option) or "", option)
     check_writable(job_config.job.dump_folder)
 
 
-def _given(job_config: Any, option: str) -> Any:
+def value_of(job_config: Any, option: str) -> Any:
     """The option's value; None where it is left out, or is none of this torchtitan."""
     return functools.reduce(lambda section, name: getattr(section, name, None), option.split("."), job_config)
 
