@@ -16,6 +16,10 @@ from torchtitan_magi.training.settings.sections import NEED_A_GPU
         ("--model.name llama4 --model.flavor debugmodel", ["'llama4'", "no varlen attention", "llama3, qwen3"]),
         ("--magi.lora.rank -1", ["magi.lora.rank is -1", "a rank such as 16"]),
         ("--training.dataset c4_test --magi.epochs 2", ["epochs is 2, but training.dataset 'c4_test' has none"]),
+        (
+            "--training.dataset c4_test --magi.no-shuffle",
+            ["shuffle is False, but training.dataset is 'c4_test', which"],
+        ),
         ("--magi.cost_model no.json", ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
         *(
             (f"--{option}", [f"{option} is true", "no GPU, which it needs", "set it to false"])

@@ -10,9 +10,18 @@ from typing import Literal, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
-from torchtitan_magi.training.settings.options import DPO_DATASET, EXPERTS, ROLLOUTS_DATASET, LoRA, Magi
+from torchtitan_magi.training.settings.options import (
+    DPO_DATASET,
+    EXPERTS,
+    OUR_DATASETS,
+    ROLLOUTS_DATASET,
+    LoRA,
+    Magi,
+)
 from torchtitan_magi.training.settings.values import is_of, words_for
 from torchtitan_magi.wording import quoted, quoted_path
+
+OF_OUR_DATASETS = ("long_documents", "shuffle", "bad_records", "findings", "template_date", "token_cache")
 
 
 def check_options(magi: Magi) -> None:
@@ -60,13 +69,20 @@ def _check_date(day: str) -> None:
         raise ValueError(f'magi.template_date is {quoted(day)}; use a date such as "2024-07-26"') from None
 
 
-def check_options_are_used(magi: Magi, dataset: str) -> None:
+def check_options_are_used(magi: Magi, dataset: str, other_dataset: str) -> None:
     """Checks that no option asks in vain for something that this run does not do. Raises ValueError as
     ``check_options``.
 
     Args:
         dataset: of [training].
+        other_dataset: of [validation], or the same.
     """
+    for name in OF_OUR_DATASETS if not {dataset, other_dataset} & set(OUR_DATASETS) else ():
+        if (value := getattr(magi, name)) != getattr(Magi(), name):
+            raise ValueError(
+                f"magi.{name} is {quoted(value)}, but training.dataset is {quoted(dataset)}, which torchtitan reads; "
+                f"leave it out, or use one of {', '.join(map(quoted, OUR_DATASETS))}"
+            )
     other = f"training.dataset is {quoted(dataset)}"
     for name, is_used, why, remedy in (
         ("dpo", dataset == DPO_DATASET, other, f"set that to {quoted(DPO_DATASET)}"),

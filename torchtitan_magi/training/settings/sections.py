@@ -90,7 +90,10 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
     _check_numbers(job_config)
     if job_config.magi.epochs == -1:  # else the data say how many steps there are
         check_schedule(job_config.lr_scheduler.total_steps, job_config.training.steps)
-    check_options_are_used(job_config.magi, job_config.training.dataset)
+    training, validation = job_config.training, job_config.validation
+    check_options_are_used(
+        job_config.magi, training.dataset, validation.dataset if validation.enable else training.dataset
+    )
     _check_batch(job_config)
     if job_config.validation.enable:
         _check_section(job_config, "validation", titans)
