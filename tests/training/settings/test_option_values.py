@@ -235,6 +235,24 @@ def test_a_validation_that_is_not_switched_on_is_said(tmp_path):
     assert call(warnings_of, f"{tmp_path}/config.toml", []) == []
 
 
+def test_an_option_without_effect_is_said(tmp_path):
+    (tmp_path / "config.toml").write_text(HOOKS)
+    some = ["--debug.deterministic_warn_only", "--parallelism.context_parallel_load_balancer", "ptrr"]
+    some += ["--checkpoint.enable", "--checkpoint.no-last_save_model_only", "--checkpoint.export_dtype", "bfloat16"]
+    some += ["--debug.spmd_typechecking"] if IS_0_3 else ["--parallelism.context_parallel_rotate_method", "alltoall"]
+    planned = "which has no effect: rows travel as planned, and the plan balances"
+    lines = ["debug.deterministic_warn_only is True, which has no effect: debug.deterministic is false"]
+    lines += [f"parallelism.context_parallel_load_balancer is 'ptrr', {planned}"]
+    lines += ["checkpoint.export_dtype is 'bfloat16', which has no effect: checkpoint.last_save_model_only is false"]
+    if IS_0_3:
+        lines += [
+            'debug.spmd_typechecking is True, which has no effect: it is for parallelism.spmd_backend "spmd_types"'
+        ]
+    else:
+        lines += [f"parallelism.context_parallel_rotate_method is 'alltoall', {planned}"]
+    assert sorted(call(warnings_of, f"{tmp_path}/config.toml", some)) == sorted(lines)
+
+
 def start_without_torchrun():
     del os.environ["LOCAL_RANK"]
     importlib.import_module(f"{ADAPTER}.trainer").MagiTrainer(None)

@@ -19,7 +19,7 @@ from torchtitan_magi.training.settings.options import (
     SFT_DATASET,
     check_schedule,
 )
-from torchtitan_magi.training.settings.values import check_number
+from torchtitan_magi.training.settings.values import check_number, value_of
 from torchtitan_magi.wording import quoted, quoted_path
 
 logger = logging.getLogger(__name__)
@@ -104,10 +104,33 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
         logger.warning(
             "This run learns nothing of routing: debug.moe_force_load_balance is true, so tokens go to experts in turn"
         )
+    if is_first_rank():
+        _warn_of_unheard(job_config)
     _check_profiling(job_config.profiling)
     _check_compile(job_config.compile)
     _check_checkpointing(job_config.activation_checkpoint, job_config.compile)
     _check_objective(job_config, has_objectives)
+
+
+def _warn_of_unheard(job_config: Any) -> None:
+    """Says which options have no effect: some never here, some because of others."""
+    checkpoint = job_config.checkpoint
+    planned = "rows travel as planned, and the plan balances"
+    for option, default, is_heard, why in (
+        ("debug.spmd_typechecking", False, False, 'it is for parallelism.spmd_backend "spmd_types"'),
+        ("debug.deterministic_warn_only", False, job_config.debug.deterministic, "debug.deterministic is false"),
+        ("parallelism.context_parallel_load_balancer", "headtail", False, planned),
+        ("parallelism.context_parallel_ptrr_mask_key", None, False, planned),
+        ("parallelism.context_parallel_rotate_method", "allgather", False, planned),
+        (
+            "checkpoint.export_dtype",
+            "float32",
+            checkpoint.last_save_model_only or not checkpoint.enable,
+            "checkpoint.last_save_model_only is false",
+        ),
+    ):
+        if not is_heard and (value := value_of(job_config, option)) not in (default, None):
+            logger.warning(f"{option} is {quoted(value)}, which has no effect: {why}")
 
 
 def _check_numbers(job_config: Any) -> None:
