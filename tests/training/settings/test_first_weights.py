@@ -10,7 +10,8 @@ from torchtitan_magi.training.settings import first_weights
 from torchtitan_magi.training.settings.first_weights import check_first_weights
 
 OFF = dict.fromkeys(["enable", "load_only", "initial_load_in_hf", "last_save_in_hf", "create_seed_checkpoint"], False)
-OFF |= {"enable_first_step_checkpoint": False, "folder": "checkpoint", "load_step": -1, "initial_load_path": None}
+OFF |= {"enable_first_step_checkpoint": False, "initial_load_in_hf_quantized": False}
+OFF |= {"folder": "checkpoint", "load_step": -1, "initial_load_path": None}
 ON = {"enable": True}
 READ = ON | {"initial_load_in_hf": True}
 
@@ -104,6 +105,10 @@ def test_the_log_says_where_weights_come_from(folder, caplog, options, names, so
         ),
         ({"load_step": 3}, "checkpoint.load_step is 3, but checkpoint.enable is false, without which nothing is lo"),
         ({"create_seed_checkpoint": True}, "checkpoint.create_seed_checkpoint is true, but checkpoint.enable is false"),
+        (
+            ON | {"initial_load_in_hf_quantized": True},
+            "checkpoint.initial_load_in_hf_quantized is true, but checkpoint.initial_load_in_hf is false; set that to",
+        ),
         (
             ON | {"create_seed_checkpoint": True, "load_only": True},
             "checkpoint.create_seed_checkpoint is true, but with checkpoint.load_only nothing is saved; set that to",

@@ -77,6 +77,11 @@ def _check_is_heard(checkpoint: Any, is_random: bool) -> None:
         initial = f"initial_load_path is {quoted_path(checkpoint.initial_load_path)}"
     elif checkpoint.initial_load_in_hf:
         initial = "initial_load_in_hf is true"
+    if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:
+        raise ValueError(
+            "checkpoint.initial_load_in_hf_quantized is true, but checkpoint.initial_load_in_hf is false; set that to "
+            "true, too, or leave both out"
+        )
     if checkpoint.enable:
         if initial and is_random:
             raise ValueError(f"magi.random_weights is true, but checkpoint.{initial}; leave one of them out")
