@@ -14,6 +14,7 @@ from support.dense import assert_within_budget, dense_attention, dense_with_grad
 from support.errors import one_line
 from support.loopback import Loopback
 from support.masks import dense_mask, document_lengths, slice_lists, square_slice_lists
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -237,6 +238,45 @@ def test_what_inference_made_serves_training(compiled):
     assert x.grad.any()
 
 
+def of_channels(x):
+    return x.flatten(1), torch.ones(16, 4, dtype=x.dtype)
+
+
+def gated(x):
+    return x, torch.nn.functional.normalize(x, dim=-1), x, -x[..., 0].abs(), x[..., 0].sigmoid()
+
+
+PUBLIC = {
+    "cp_varlen_attn": lambda x, plan: magi.cp_varlen_attn(x, x, x, plan),
+    "flex_flash_attn": lambda x, plan: magi.flex_flash_attn(x, x, x, plan.slices)[0],
+    "dispatch": lambda x, plan: magi.undispatch(magi.dispatch(x, plan, None) * 2, plan, None),
+    "gated_delta_rule": lambda x, plan: magi.gated_delta_rule(*gated(x), [0, 3, 11]),
+    "cp_gated_delta_rule": lambda x, plan: magi.cp_gated_delta_rule(*gated(x), plan),
+    "cp_causal_conv1d": lambda x, plan: magi.cp_causal_conv1d(*of_channels(x), plan),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_calls_are_made_between_graphs_of_a_compiler(name):
+    """Also where the plan is new, which every microbatch's is."""
+
+    def layer(x, plan):
+        return PUBLIC[name](x.sin(), plan).cos()
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=graphs)
+    x = torch.randn(11, 2, 8, requires_grad=True)
+    for _ in range(2):
+        magi.clear_caches()
+        plan = magi.make_plan(magi.varlen_causal([0, 3, 11]), 11, 1)
+        outs = compiled(x, plan), layer(x, plan)
+        assert torch.equal(*outs)
+        torch.testing.assert_close(*(torch.autograd.grad(out.sum(), x)[0] for out in outs))
+    assert graphs.frame_count > 1
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="should not be traced"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x, plan)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_nothing(dtype):
     q, k, v = (torch.randn(40, heads, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
@@ -284,6 +324,7 @@ def test_public_calls_keep_few_bytes_of_index_data_and_let_go_of_them(monkeypatc
         magi.flex_flash_attn(x, x, x, magi.varlen_causal([0, n, 64]))
         magi.cp_varlen_attn(x, x, x, magi.make_plan(magi.varlen_causal([0, n, 64]), 64, 1))
 
+    gc.collect()  # what other tests have left
     magi.clear_caches()
     call(1)
     (size, _), before = [handle.bound_plan.num_bytes for handle in api._handles.values()], 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from torchtitan_magi.attention.bound_plan import BoundPlan, bind_plan, bind_slices
 from torchtitan_magi.attention.dispatch import check_tensor
@@ -66,6 +67,7 @@ def clear_caches() -> None:
     forget_plans()
 
 
+@_disable_dynamo
 def cp_varlen_attn(
     q: Tensor,
     k: Tensor,
@@ -134,6 +136,7 @@ def cp_varlen_attn(
     return (out, lse) if return_lse else out
 
 
+@_disable_dynamo
 def flex_flash_attn(
     q: Tensor,
     k: Tensor,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.exchange.transport import Transport
@@ -12,6 +13,7 @@ from torchtitan_magi.planning.plan import AttnPlan, check_plan
 from torchtitan_magi.wording import quoted
 
 
+@_disable_dynamo
 def dispatch(x: Tensor, plan: AttnPlan, mesh: Mesh, pad_value: float = 0) -> Tensor:
     """This rank's tokens.
 
@@ -36,6 +38,7 @@ def dispatch(x: Tensor, plan: AttnPlan, mesh: Mesh, pad_value: float = 0) -> Ten
     return _Dispatch.apply(x, plan, transport, pad_value)
 
 
+@_disable_dynamo
 def undispatch(x_local: Tensor, plan: AttnPlan, mesh: Mesh) -> Tensor:
     """The pack's tokens, from every rank's share.
 

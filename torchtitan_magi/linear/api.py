@@ -3,6 +3,7 @@
 from typing import Literal
 
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from torchtitan_magi.attention.dispatch import check_tensor
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
@@ -17,6 +18,7 @@ from torchtitan_magi.planning.plan import AttnPlan, check_plan
 from torchtitan_magi.wording import quoted
 
 
+@_disable_dynamo
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: object, *, scale: float | None = None
 ) -> Tensor:
@@ -60,6 +62,7 @@ def gated_delta_rule(
     return out.to(v.dtype)
 
 
+@_disable_dynamo
 def cp_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -104,6 +107,7 @@ def cp_gated_delta_rule(
     return delta_rule(*tokens, parts.ranks[transport.rank], transport, scale, choose_backend(tokens))
 
 
+@_disable_dynamo
 def cp_causal_conv1d(
     x: Tensor, weight: Tensor, plan: AttnPlan, mesh: Mesh = None, *, activation: Literal["silu"] | None = None
 ) -> Tensor:
