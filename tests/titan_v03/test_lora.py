@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -199,6 +200,26 @@ def test_adapters_that_were_trained_are_not_left_out_or_scaled_in_silence():
         TrainingError, match="has trained adapters of w1, w2, w3, wo, wqkv, for which this run has none"
     ):
         train(2, [*base, "--checkpoint.initial_load_path", f"{dump}/checkpoint/step-2"], layers=None)
+
+
+def test_adapters_are_not_exported_for_weights_that_they_were_not_trained_on():
+    """A checkpoint has the frozen weights; adapter_config.json names a folder, which may have others by then."""
+    folder, other, copy = make_hf_folder("llama"), make_hf_folder("llama", seed=1), Path(new_folder(), "copy")
+    shutil.copytree(folder, copy)
+    steps = ["--training.steps", "3", "--checkpoint.interval", "2"]
+    whole = train(2, arguments(folder, "llama", dump := new_folder(), *steps), layers=None)
+    shutil.rmtree(f"{dump}/checkpoint/step-3")
+    begun = ["--checkpoint.no-initial_load_in_hf", "--checkpoint.initial_load_path", f"{dump}/checkpoint/step-2"]
+    for saved, *options in [(dump,), (new_folder(), *begun)]:
+        chosen = arguments(other, "llama", saved, *steps, *options)
+        with pytest.raises(
+            TrainingError, match=r"hf_assets_path is .*, whose weights \[.*\] are not .* frozen here, \[.*\]; set it to"
+        ):
+            train(2, chosen, layers=None)
+    resumed = train(2, arguments(copy, "llama", dump, *steps), layers=None)
+    assert resumed.losses == whole.losses[2:]
+    named = json.loads(Path(dump, "checkpoint", "step-3", "adapter_config.json").read_text())
+    assert named["base_model_name_or_path"] == str(copy)
 
 
 def report_experts(report):

@@ -25,7 +25,7 @@ from torchtitan_magi.training.experts import expert_biases, expert_counts_kept
 from torchtitan_magi.training.memory_log import give_back_before
 from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives.lora import log_trainable
+from torchtitan_magi.training.objectives.lora import check_base, log_trainable
 from torchtitan_magi.training.objectives.objective import SFT, Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.policy_gradient import PolicyGradient
@@ -38,6 +38,7 @@ from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
+from torchtitan_magi.training.settings.resume import base_of_adapters
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
 TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
@@ -199,9 +200,25 @@ class ObjectiveTrainer:
                 f"magi.lora.alpha is {alpha:g}, but the adapters of the run that resumes at step {self.step} have "
                 f"{loaded:g}; set it to that"
             )
+        self._check_base()
         give_back_before(self.optimizers)
         for objective in self.objectives:
             objective.reference.prepare(self.step)
+
+    def _check_base(self) -> None:
+        """See ``check_base``; of a run whose frozen weights are not those that were just read from that folder."""
+        checkpoint, magi, checkpointer = self.job_config.checkpoint, self.job_config.magi, self.checkpointer
+        exports = checkpoint.enable and checkpoint.last_save_in_hf and not checkpoint.load_only
+        is_new = self.step == 0 and (checkpoint.initial_load_in_hf or not checkpoint.initial_load_path)
+        if not magi.lora.rank or magi.random_weights or not exports or is_new:
+            return
+        option, base = base_of_adapters(self.job_config)
+
+        def read() -> None:
+            states = checkpointer.states["model"].state_dict()
+            checkpointer.dcp_load(states, base, True, checkpoint.initial_load_in_hf_quantized)
+
+        check_base(option, base, self.model_parts, read, group_of(self.parallel_dims, "pp"))
 
     def train(self) -> None:
         """torchtitan's, with the reason of a rank that waits too long."""

@@ -148,6 +148,7 @@ class MagiCheckpointManager(CheckpointManager):
 
     export: Export  # our Trainer sets it, and the adapters
     lora: LoRA
+    base: str  # the folder of the model that adapters are for
     guard: StepGuard  # set by our Trainer
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -162,14 +163,8 @@ class MagiCheckpointManager(CheckpointManager):
         with saving(self.folder):
             is_saved = super()._save(curr_step, last_step)
         if is_saved and last_step:
-            LAST_LINE.note(self, curr_step, self._base if self.lora.rank else "", self.export.auto_class)
+            LAST_LINE.note(self, curr_step, self.base if self.lora.rank else "", self.export.auto_class)
         return is_saved
-
-    @property
-    def _base(self) -> str:
-        """The folder of the model that adapters are for."""
-        initial = self.initial_load_path if self.initial_load_in_hf else None
-        return initial or self.sd_adapter.hf_assets_path
 
     def _load(self, step: int = -1) -> bool:
         return load_checkpoint(self, step, super()._load, self.states["train_state"].build_lr_schedulers)
@@ -191,7 +186,7 @@ class MagiCheckpointManager(CheckpointManager):
         check_state(state_dict, self.guard.trainer.step)
         if to_hf and self.lora.rank:
             dtype, parts = self.export_dtype, self.states["model"].model
-            save_adapters(Path(checkpoint_id), parts, self.sd_adapter, self.lora, self._base, dtype)
+            save_adapters(Path(checkpoint_id), parts, self.sd_adapter, self.lora, self.base, dtype)
             return None
 
         def save(weights: dict[str, Any], folder: Path) -> Any:

@@ -50,6 +50,7 @@ from torchtitan_magi.training.settings.checks import check_settings
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.optimizer import check_groups, check_states
 from torchtitan_magi.training.settings.options import Magi
+from torchtitan_magi.training.settings.resume import base_of_adapters
 from torchtitan_magi.training.settings.sections import check_gpu_options, check_launcher
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 
@@ -86,7 +87,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         if config.checkpoint.enable:
             self.checkpointer.sd_adapter.fqn_to_index_mapping = self.export.layout.shards
             self.checkpointer.export = self.export
-            self.checkpointer.lora = config.magi.lora
+            self.checkpointer.lora, (_, self.checkpointer.base) = config.magi.lora, base_of_adapters(self.job_config)
         self._start_metrics()
         self.checkpointer.guard = StepGuard(self)
         self.compiled = config.compile.enable and "loss" in config.compile.components

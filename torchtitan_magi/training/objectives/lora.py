@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from torchtitan_magi.training.objectives.dpo import PairBatch, logprobs_by
 from torchtitan_magi.training.objectives.fingerprint import KnownWeights, fingerprint_of_model
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.pipeline import Pipeline
-from torchtitan_magi.training.process.all_ranks import gathered, rank_and_size
+from torchtitan_magi.training.process.all_ranks import gathered, on_first_rank, rank_and_size
 from torchtitan_magi.training.process.groups import Group, reduced
 from torchtitan_magi.training.settings.options import LoRA
+from torchtitan_magi.wording import quoted_path
 
 logger = logging.getLogger(__name__)
 
 IN_MEMORY = "language_model.model.", "model.language_model."  # Kimi's names in files, and as transformers computes
+ADAPTER = "adapter_model.safetensors"
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -77,6 +79,30 @@ class PolicyWithoutAdapters(KnownWeights):
             return logprobs_by(self.model, batches)
 
 
+def check_base(option: str, base: str, parts: Sequence[nn.Module], read: Callable[[], None], group: Group) -> None:
+    """Reads the frozen weights, which a checkpoint gave, from the folder that the adapters' export will name. A
+    collective of all ranks.
+
+    Args:
+        option: what names the folder.
+        read: loads its weights into the parts of the model on this rank.
+        group: the ranks that have the other parts.
+
+    Raises:
+        ValueError: it has other weights; one line.
+    """
+    if not on_first_rank(lambda: any(path.name != ADAPTER for path in Path(base).glob("*.safetensors"))):
+        logger.warning(f"{option} is {quoted_path(base)}, without weights, but the export of the adapters will name it")
+        return
+    frozen = fingerprint_of_model(parts, group=group)
+    read()
+    if (found := fingerprint_of_model(parts, group=group)) != frozen:
+        raise ValueError(
+            f"{option} is {quoted_path(base)}, whose weights [{found}] are not those that the checkpoint has frozen "
+            f"here, [{frozen}]; set it to the folder that the run began with, which the export of its adapters names"
+        )
+
+
 def save_adapters(
     folder: Path, parts: Sequence[nn.Module], adapter: Any, lora: LoRA, base: str, dtype: torch.dtype
 ) -> None:
@@ -108,7 +134,7 @@ def save_adapters(
         config |= _targets([layer.split(".") for layer in layers], has_experts)
         config |= _patterns(layers, lora, adapter)
         content = save(tensors, {"format": "pt"})
-        write_whole(folder / "adapter_model.safetensors", content)  # save_file's files are for their owner alone
+        write_whole(folder / ADAPTER, content)  # save_file's files are for their owner alone
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
 

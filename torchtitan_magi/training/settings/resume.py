@@ -69,6 +69,14 @@ def initial_weights(job_config: Any) -> str:
     return checkpoint.initial_load_path or (job_config.model.hf_assets_path if checkpoint.initial_load_in_hf else "")
 
 
+def base_of_adapters(job_config: Any) -> tuple[str, str]:
+    """The folder that an export of adapters names as that of the frozen weights: the option that gives it, its path."""
+    checkpoint = job_config.checkpoint
+    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path:
+        return "checkpoint.initial_load_path", checkpoint.initial_load_path
+    return "model.hf_assets_path", job_config.model.hf_assets_path
+
+
 def finished_steps(folder: Path) -> list[int]:
     """Steps of the finished checkpoints in torchtitan's folder, the latest first."""
     finished = itertools.chain(folder.glob(f"step-*/{METADATA}"), folder.glob(f"step-*/{INDEX}"))
