@@ -151,6 +151,16 @@ def test_adapters_of_experts_train_alike_under_every_layout(kind, degrees):
     assert alike[1].validation_losses == pytest.approx(alike[0].validation_losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_resumed_run_has_the_frozen_weights_and_adapters_of_experts(kind):
+    """And does not add the adapters to the weights once more."""
+    dump = new_folder()
+    options = ["--magi.lora.target_modules", "experts", "--training.local_batch_size", str(PACKS)]
+    options += ["--training.steps", "3", "--checkpoint.interval", "2"]
+    whole, resumed = (train(2, arguments(folder_of(kind), kind, dump, *options), layers=None) for _ in range(2))
+    assert resumed.losses == whole.losses[2:]
+
+
 @torch.no_grad()
 def loss_of(model, tokenizer, path):
     total, count = 0.0, 0

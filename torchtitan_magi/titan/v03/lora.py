@@ -20,6 +20,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 from torchtitan_magi.titan.v03.families.configs import copied
+from torchtitan_magi.training.objectives.lora import SEEN, adapters_seen
 from torchtitan_magi.training.settings.magi_section import check_rank, check_targets
 from torchtitan_magi.training.settings.options import EXPERTS, LoRA
 from torchtitan_magi.wording import quoted
@@ -89,7 +90,8 @@ class Factors(Module):
 @functools.cache
 def _adapted(experts: type) -> type:
     """The class of experts whose weights are W + scale * B @ A, as PEFT's ``target_parameters`` have them: what they
-    compute with, in whatever way, is the whole sum."""
+    compute with, in whatever way, is the whole sum. Others see the weights: FSDP2 takes them once more before the first
+    forward, when adapters that were loaded are no longer 0."""
 
     class AdaptedExperts(experts):  # type: ignore[misc, valid-type]
         def __init__(self, config: Any) -> None:
@@ -106,6 +108,10 @@ def _adapted(experts: type) -> type:
             self.lora_b = _factors(shapes_b, dict.fromkeys(shapes_b, nn.init.zeros_), layouts_b)
             self._lora_scaling = config.alpha / rank
 
+        def forward(self, *inputs: Any) -> Any:
+            with adapters_seen(self):
+                return super().forward(*inputs)
+
     for name in INPUT_OF:
         setattr(AdaptedExperts, name, property(partial(_weight, name)))
     return AdaptedExperts
@@ -114,11 +120,9 @@ def _adapted(experts: type) -> type:
 def _weight(name: str, experts: Any) -> Tensor:
     if name not in experts._parameters:
         raise AttributeError(name)
-    weight = experts._parameters[name]
+    weight: Tensor = experts._parameters[name]
     a, b = getattr(experts.lora_a, INPUT_OF[name]), getattr(experts.lora_b, name)
-    if isinstance(weight, DTensor) != isinstance(b, DTensor):  # while one is distributed after the other
-        return weight  # type: ignore[no-any-return]
-    return weight + experts._lora_scaling * (b @ a)  # type: ignore[no-any-return]
+    return weight + experts._lora_scaling * (b @ a) if getattr(experts, SEEN, False) else weight
 
 
 def check_factors(model: nn.Module) -> None:

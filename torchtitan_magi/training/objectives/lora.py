@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 IN_MEMORY = "language_model.model.", "model.language_model."  # Kimi's names in files, and as transformers computes
 ADAPTER = "adapter_model.safetensors"
+SEEN = "adapters_seen"  # attribute of experts with adapters, see `adapters_seen`
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -61,6 +62,16 @@ def adapters_off(parts: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer, scaling in layers:
             layer._lora_scaling = scaling
+
+
+@contextlib.contextmanager
+def adapters_seen(experts: nn.Module) -> Iterator[None]:
+    """While experts compute: their weights are then the sums with their adapters."""
+    setattr(experts, SEEN, True)
+    try:
+        yield
+    finally:
+        setattr(experts, SEEN, False)
 
 
 class PolicyWithoutAdapters(KnownWeights):
