@@ -12,6 +12,7 @@ from support.runs import call
 from torchtitan_magi.models.model_config import Rope, differences, read_model_config
 from torchtitan_magi.models.shapes import adapters_of, num_moe_layers, parameters_of
 from torchtitan_magi.training.checkpoints.hf_weights import tensor_shapes
+from torchtitan_magi.training.settings.options import Magi
 
 FLAVORS = {"gpt-oss 20b": "20b", "gpt-oss 120b": "120b", "DeepSeek V3": "671B"}
 
@@ -169,6 +170,57 @@ def test_what_ours_would_replace_is_torchtitans_own():
     assert "OwnMetrics, which would not be used" in metrics
     assert "OwnAC, which would not be used" in checkpointing
     assert "torchtitan.experiments.rl.metrics." in experiment
+
+
+def refused_configurations():
+    """What is said of arguments of with_magi that are none, and of values in a configuration that it made."""
+    from dataclasses import replace
+
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from torchtitan_magi.titan import with_magi
+    from torchtitan_magi.titan.v03.trainer import MagiTrainer
+
+    config = llama3_debugmodel()
+    without = replace(config, model_spec=None)
+    given = [(None,), (llama3_debugmodel,), (type(config),), (without,), (config, {"epochs": 1}), (config, Magi)]
+    said = value_errors(with_magi, [*given, (config, Magi(dpo={"beta": 0.1}))])
+    made = with_magi(config)
+    changed = [
+        replace(made, **{name: replace(getattr(made, name), **{option: value})})
+        for name, option, value in (
+            ("training", "steps", 0),
+            ("training", "steps", "10"),
+            ("training", "max_norm", float("nan")),
+            ("validator", "freq", 0),
+            ("checkpoint", "folder", "s3://b/x"),
+        )
+    ]
+    return said, value_errors(MagiTrainer, [(each,) for each in [*changed, replace(made, dump_folder="/dev/null/x")]])
+
+
+def test_what_with_magi_cannot_make_a_run_of_is_one_line():
+    arguments, values = call(refused_configurations)
+    none, function, kind, without, options, of_class, dpo = arguments
+    for said in (none, function, kind, without):
+        assert said.startswith("with_magi got ")
+        assert "give a configuration of torchtitan's Trainer with a model, as a function such as" in said
+    assert options == "with_magi got {'epochs': 1} as its [magi] options; give Magi(...), or leave it out"
+    assert of_class.startswith("with_magi got <class 'torchtitan_magi.training.settings.options.Magi'> as its [magi]")
+    assert dpo == "magi.dpo is {'beta': 0.1}; give DPO(...), or leave it out"
+    for said, message in zip(
+        values,
+        (
+            "training.steps is 0; use a whole number of at least 1",
+            "training.steps is '10'; use a whole number of at least 1",
+            "training.max_norm is nan; use a finite number",
+            "validation.freq is 0; use a whole number of at least 1",
+            "checkpoint.folder is 's3://b/x', an address; mount what it names",
+            "job.dump_folder is '/dev/null/x', which cannot be written",
+        ),
+        strict=True,
+    ):
+        assert message in str(said)
 
 
 def layers_after_converters():

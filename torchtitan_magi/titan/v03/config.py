@@ -122,7 +122,7 @@ def _checkpointing(section: Any) -> Any:
 
 def _checkpointing_section(config: Any) -> Any:
     mode = next((mode for mode, kind in CHECKPOINTING.items() if isinstance(config, kind)), "none")
-    budget, debug = getattr(config, "memory_budget", 1.0), getattr(config, "debug", False)
+    budget, debug = getattr(config, "memory_budget", None), getattr(config, "debug", False)
     return SimpleNamespace(mode=mode, selective_ac_option="op", memory_budget=budget, debug=debug)
 
 
@@ -130,11 +130,9 @@ def job_of(config: Any) -> Any:
     """The sections of a ``MagiTrainer.Config`` by the names of a TOML file."""
     training, validator = config.training, config.validator
     validation = SimpleNamespace(
-        enable=validator.enable,
-        steps=validator.steps,
+        **values_of(validator) | _data(validator.dataloader),
         seq_len=validator.pack_length or training.seq_len,
         local_batch_size=validator.packs_per_batch or training.local_batch_size,
-        **_data(validator.dataloader),
     )
     spec = config.model_spec
     renamed = {

@@ -22,7 +22,7 @@ from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import with_varlen
 from torchtitan_magi.titan.v03.trainer import MagiTrainer
 from torchtitan_magi.training.settings.options import Magi
-from torchtitan_magi.training.settings.sections import check_replaced
+from torchtitan_magi.training.settings.sections import check_configuration, check_replaced
 
 
 def with_magi(config: Any, magi: Magi | None = None) -> MagiTrainer.Config:
@@ -32,11 +32,10 @@ def with_magi(config: Any, magi: Magi | None = None) -> MagiTrainer.Config:
         magi: the [magi] options.
 
     Raises:
-        ValueError: a part that ours would replace is of a class of your own; one line.
+        ValueError: one is of another class, or a part that ours would replace is of a class of your own; one line.
     """
-    parts = [config, config.loss, getattr(config.loss, "loss_fn", config.loss), config.tokenizer, config.metrics]
-    check_replaced([*parts, config.checkpoint, config.validator])
-    magi = magi or Magi()
+    magi = getattr(config, "magi", Magi()) if magi is None else magi
+    check_configuration(config, magi)
     checkpointing, parallelism = config.activation_checkpoint, config.parallelism
     if isinstance(checkpointing, SelectiveAC.Config):
         check_replaced([checkpointing])

@@ -52,6 +52,7 @@ from torchtitan_magi.training.settings.optimizer import check_groups, check_stat
 from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.resume import base_of_adapters
 from torchtitan_magi.training.settings.sections import check_gpu_options, check_launcher
+from torchtitan_magi.training.settings.values import check_values
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 
 
@@ -72,6 +73,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
     def __init__(self, config: Config) -> None:
         check_launcher()
         self.job_config = job_of(config)
+        check_values(self.job_config)
         self.model_facts = _facts(config)
         self.count = WorkCount()
         _make_room_for_positions(config)

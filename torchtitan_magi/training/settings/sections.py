@@ -13,19 +13,24 @@ from torchtitan_magi.training.settings.magi_section import (
     check_options_for_rollouts,
 )
 from torchtitan_magi.training.settings.options import (
+    DPO,
     DPO_DATASET,
     OUR_DATASETS,
     ROLLOUTS_DATASET,
     SFT_DATASET,
+    LoRA,
+    Magi,
+    Rollouts,
     check_schedule,
 )
-from torchtitan_magi.training.settings.values import check_number, value_of
+from torchtitan_magi.training.settings.values import value_of
 from torchtitan_magi.wording import quoted, quoted_path
 
 logger = logging.getLogger(__name__)
 
 ENTRY = "torchrun -m torchtitan_magi.train"
 COMPONENTS = ("model", "loss")  # that torchtitan compiles
+PARTS = ("model_spec", "dataloader", "training", "loss", "tokenizer", "metrics", "checkpoint", "validator")
 
 NEED_A_GPU = (
     "training.enable_cpu_offload",
@@ -59,6 +64,26 @@ def check_gpu_options(job_config: Any, device_type: str, without: Sequence[str] 
         raise ValueError(f"comm.mode is {quoted(mode)}, but here ranks exchange rows, by NCCL or gloo; leave it out")
 
 
+def check_configuration(config: Any, magi: Any) -> None:
+    """Refuses what with_magi cannot make a run of, and parts of classes that ours would replace.
+
+    Raises:
+        ValueError: one line that names the argument and the remedy.
+    """
+    if isinstance(config, type) or any(getattr(config, name, None) is None for name in PARTS):
+        raise ValueError(
+            f"with_magi got {quoted(config)}; give a configuration of torchtitan's Trainer with a model, as a function "
+            "such as llama3_debugmodel returns it"
+        )
+    if not isinstance(magi, Magi):
+        raise ValueError(f"with_magi got {quoted(magi)} as its [magi] options; give Magi(...), or leave it out")
+    for name, kind in (("dpo", DPO), ("rollouts", Rollouts), ("lora", LoRA)):
+        if not isinstance(options := getattr(magi, name), kind):
+            raise ValueError(f"magi.{name} is {quoted(options)}; give {kind.__name__}(...), or leave it out")
+    loss = getattr(config.loss, "loss_fn", config.loss)
+    check_replaced([config, config.loss, loss, config.tokenizer, config.metrics, config.checkpoint, config.validator])
+
+
 def check_replaced(parts: Iterable[Any]) -> None:
     """Refuses configurations of classes that are not torchtitan's plain ones, where ours take their place: a user's
     own, those of torchtitan's experiments, a loss for other models.
@@ -87,7 +112,6 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
         ValueError: one line that names the value and the remedy.
     """
     _check_section(job_config, "training", titans)
-    _check_numbers(job_config)
     if job_config.magi.epochs == -1:  # else the data say how many steps there are
         check_schedule(job_config.lr_scheduler.total_steps, job_config.training.steps)
     training, validation = job_config.training, job_config.validation
@@ -131,14 +155,6 @@ def _warn_of_unheard(job_config: Any) -> None:
     ):
         if not is_heard and (value := value_of(job_config, option)) not in (default, None):
             logger.warning(f"{option} is {quoted(value)}, which has no effect: {why}")
-
-
-def _check_numbers(job_config: Any) -> None:
-    """Those of a configuration that no TOML file gave; of one, each was checked as it was read."""
-    for option in ("training.max_norm", "lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"):
-        section, name = option.split(".")
-        if (value := getattr(getattr(job_config, section), name)) is not None:
-            check_number(option, value)
 
 
 def _check_profiling(section: Any) -> None:

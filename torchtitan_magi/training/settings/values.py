@@ -1,4 +1,4 @@
-"""The values of a TOML file and of the command line, checked one by one before anything is built."""
+"""The values of a TOML file, of the command line and of a program, checked one by one before anything is built."""
 
 import contextlib
 import difflib
@@ -180,14 +180,14 @@ def check_values(job_config: Any) -> None:
     """
     for option, least, special in LEAST:
         value = value_of(job_config, option)
-        if value is not None and value < least and value != special:
+        if value is not None and (type(value) is not int or (value < least and value != special)):
             other = "" if special is None else f", or {special}"
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at least {least}{other}")
     for option, most in MOST.items():
         if (value := value_of(job_config, option)) > most:
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at most {most}")
     for option, choices in CHOICES.items():
-        if (value := value_of(job_config, option)) not in choices:
+        if (value := value_of(job_config, option)) not in (*choices, None):
             raise ValueError(f"{option} is {quoted(value)}; use one of {', '.join(map(repr, choices))}")
     seed = job_config.debug.seed
     if seed is not None and not 0 <= seed < 2**64:
@@ -196,7 +196,8 @@ def check_values(job_config: Any) -> None:
         check_number(option, number)
     mode = job_config.activation_checkpoint.mode
     for name, (default, modes) in OF_MODES.items():
-        if mode not in modes and (value := getattr(job_config.activation_checkpoint, name)) != default:
+        value = value_of(job_config, f"activation_checkpoint.{name}")
+        if mode not in modes and value not in (default, None):
             raise ValueError(
                 f"activation_checkpoint.{name} is {quoted(value)}, but mode is {quoted(mode)}; leave it out, or set "
                 f"mode to {quoted(modes[0])}"
@@ -225,12 +226,15 @@ def check_number(option: str, value: float) -> None:
 
 def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
     """The options that are no whole numbers, or need not be; [magi.dpo] has checks of its own."""
-    for field in fields(section):
-        value, option = getattr(section, field.name), f"{prefix}{field.name}"
+    names = [field.name for field in fields(section)] if is_dataclass(section) else vars(section)
+    for name in names:
+        if name == "model_spec":
+            continue
+        value, option = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, float) or (type(value) is int and option in RANGES):
             yield option, value
-        elif is_dataclass(value) and not isinstance(value, DPO):
-            yield from _numbers(value, f"{prefix}{field.name}.")
+        elif (is_dataclass(value) or isinstance(value, types.SimpleNamespace)) and not isinstance(value, DPO):
+            yield from _numbers(value, f"{option}.")
 
 
 @contextlib.contextmanager
