@@ -75,11 +75,13 @@ def check_hooks(config: dict[str, Any], arguments: list[str]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The TOML file. Raises OSError, or ValueError where it is none."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError("it is no regular file but a pipe, socket or device; give a TOML file")
+    """The TOML file. Raises ValueError where it is none."""
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError("it is no regular file but a pipe, socket or device; give a TOML file")
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # a byte order mark is let in
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror}); give a TOML file as in train_configs/") from None
     except RecursionError:
         raise ValueError("values are nested too deeply; is this a TOML file?") from None
 
@@ -204,7 +206,7 @@ def start() -> None:
         check_hooks(config, arguments)
         num_gpus = count_gpus()
         processes = num_processes(config, arguments, num_gpus)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"{in_one_line(path)}: {in_one_line(error)}")
     if num_gpus < processes:
         where = "on CPU with gloo"

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_magi.training.process.error_file import recorded
+from torchtitan_magi.wording import quoted
 
 if TYPE_CHECKING:
     from torchtitan_magi.training.rollout_trainer import RolloutTrainer
@@ -51,6 +52,12 @@ def open_trainer(arguments: Sequence[str]) -> "Iterator[RolloutTrainer]":
     Raises:
         ValueError: one line that names the value and the remedy.
     """
+    is_list = isinstance(arguments, Sequence) and not isinstance(arguments, str)
+    if not is_list or not all(isinstance(argument, str) for argument in arguments):
+        raise ValueError(
+            f"open_trainer got {quoted(arguments)}; give a list of the command line's arguments, each a string, such "
+            'as ["--job.config_file", "rl.toml"]'
+        )
     import torch.distributed as dist
 
     from torchtitan_magi.titan import adapter

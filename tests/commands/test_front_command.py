@@ -41,7 +41,10 @@ def test_train_is_the_launcher(capsys):
     assert call("train") == "no TOML file; use torchtitan-magi train CONFIG.toml [torchtitan overrides ...], as in " + (
         "train_configs/debug.toml"
     )
-    assert "No such file" in call("train", "nowhere.toml")
+    remedy = "give a TOML file as in train_configs/"
+    assert call("train", "nowhere.toml") == f"nowhere.toml: it cannot be read (No such file or directory); {remedy}"
+    assert call("train", "a" * 300).endswith(f": it cannot be read (File name too long); {remedy}")
+    assert call("train", "/") == f"/: it cannot be read (Is a directory); {remedy}"
 
 
 def test_a_wrong_command_ends_in_one_line(capsys):

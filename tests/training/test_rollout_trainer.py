@@ -5,10 +5,13 @@ import re
 
 import pytest
 from support.degrees import degree_arguments
+from support.errors import one_line
 from support.hf_loop import ARGUMENTS
 from support.hf_models import hf_arguments, make_hf_folder, tensors_of
 from support.rollouts import rollouts_file
 from support.runs import DEBUG_TOML, TrainingError, new_folder, run_script, train
+
+from torchtitan_magi import open_trainer
 
 PROGRAM = """
 import json, sys
@@ -103,6 +106,12 @@ def test_a_led_run_goes_on(tmp_path):
     assert int((tmp_path / "run" / "checkpoint" / "trained_length").read_text()) > 200  # for config.json of an export
     whole = run_script(1, program, path, *options, "--job.dump_folder", tmp_path / "whole").output
     assert re.findall(r"^LOSS (\d) (\S+)", whole, re.M) == first
+
+
+@pytest.mark.parametrize("arguments", [None, 3, "rl.toml", [1], ["--job.config_file", None]])
+def test_what_is_no_list_of_arguments_is_refused(arguments):
+    with one_line(r"open_trainer got .*; give a list of the command line's arguments, each a string, such as"):
+        open_trainer(arguments).__enter__()
 
 
 @pytest.mark.parametrize(
