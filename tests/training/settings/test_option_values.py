@@ -102,6 +102,14 @@ ON_LINE = {
     "--lr_scheduler.decay_ratio 1.5": "lr_scheduler.decay_ratio is 1.5; use",
     "--job.dump_folder s3://b/run": "job.dump_folder is 's3://b/run', an address; mount what it names, and give the",
     "--checkpoint.folder file:///x": "checkpoint.folder is 'file:///x', an address; mount what it names",
+    "--comm.save_traces_folder /dev/null": "comm.save_traces_folder is '/dev/null', which cannot be written",
+    "--profiling.enable_profiling --profiling.save_traces_folder /dev/null/x": "traces_folder is '/dev/null/x', which",
+    "--profiling.enable_memory_snapshot --profiling.save_memory_snapshot_folder /dev/null": (
+        "profiling.save_memory_snapshot_folder is '/dev/null', which cannot be written"
+    ),
+    "--metrics.enable_tensorboard --metrics.save_tb_folder /dev/null": "metrics.save_tb_folder is '/dev/null', which",
+    "--job.save_config_file /": "save_config_file is '/', which cannot be written (Is a directory); name a file of",
+    "--job.save_config_file /dev/null/x": "save_config_file is '/dev/null', which cannot be written",
     "--checkpoint.initial_load_path gs://b/step-1": "checkpoint.initial_load_path is 'gs://b/step-1', an address",
     "--activation_checkpoint.memory_budget 0.3": "memory_budget is 0.3, but mode is 'selective'; leave it out, or set",
     "--activation_checkpoint.mode full --activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns wq": (

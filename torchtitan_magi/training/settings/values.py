@@ -5,6 +5,7 @@ import difflib
 import functools
 import io
 import math
+import os
 import re
 import tomllib
 import types
@@ -16,7 +17,7 @@ from itertools import groupby
 from typing import Any, Literal, Union, get_args, get_origin
 
 from torchtitan_magi.files import read_text
-from torchtitan_magi.machine import lack
+from torchtitan_magi.machine import cause, lack
 from torchtitan_magi.training.process.run_folder import check_local, check_writable
 from torchtitan_magi.training.settings.options import DPO, LoRA, Magi
 from torchtitan_magi.wording import one_line, quoted, quoted_path
@@ -209,6 +210,31 @@ def check_values(job_config: Any) -> None:
     for option in ("job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path"):
         check_local(value_of(job_config, option) or "", option)
     check_writable(job_config.job.dump_folder)
+    _check_places(job_config)
+
+
+def _check_places(job_config: Any) -> None:
+    """Checks that the run can write what torchtitan puts into its folder, which may be late in it."""
+    folder = job_config.job.dump_folder
+    for option, switch in (
+        ("comm.save_traces_folder", "comm.trace_buf_size"),
+        ("metrics.save_tb_folder", "metrics.enable_tensorboard"),
+        ("profiling.save_traces_folder", "profiling.enable_profiling"),
+        ("profiling.save_memory_snapshot_folder", "profiling.enable_memory_snapshot"),
+    ):
+        if value_of(job_config, switch):
+            check_writable(os.path.join(folder, value_of(job_config, option)), option)
+    for option in ("job.save_config_file", "debug.save_config_file"):
+        if (name := value_of(job_config, option)) is not None:
+            path = os.path.join(folder, name)
+            check_writable(os.path.dirname(path), option)
+            try:
+                open(path, "ab").close()
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"{option} is {quoted_path(path)}, which cannot be written ({cause(error)}); name a file of your "
+                    "own"
+                ) from None
 
 
 def value_of(job_config: Any, option: str) -> Any:
