@@ -47,9 +47,13 @@ from torchtitan_magi.training.settings.sections import NEED_A_GPU
                 (
                     "--profiling.enable_profiling --profiling.profile_freq 3",
                     ["profile_freq is 3; use at least 4, profiler_warmup plus profiler_active"],
-                )
+                ),
+                (
+                    "--magi.lora.rank 100000000",
+                    ["magi.lora.rank is 100000000; use at most 256, the model's width, such as 16"],
+                ),
             ]
-            if IS_0_3  # in which the CPU has profiles
+            if IS_0_3  # in which the CPU has profiles, and models have adapters
             else []
         ),
         ("--magi.dpo.loss ipo", ["magi.dpo.loss is 'ipo', but training.dataset is 'sft'; set that to 'dpo', or leave"]),

@@ -70,6 +70,7 @@ ON_LINE = {
     "--parallelism.pipeline_parallel_layers_per_stage 0": "parallelism.pipeline_parallel_layers_per_stage is 0; use",
     "--parallelism.pipeline_parallel_microbatch_size 0": "parallelism.pipeline_parallel_microbatch_size is 0; use",
     "--comm.train_timeout_seconds 1000000001": "comm.train_timeout_seconds is 1000000001; use a whole number of at",
+    f"--training.seq_len {2**40}": f"training.seq_len is {2**40}; use a whole number of at most {2**27}",
     f"--comm.trace_buf_size {2**31}": f"comm.trace_buf_size is {2**31}; use a whole number of at most {2**31 - 1}",
     "--training.local_batch_size -1": "training.local_batch_size is -1; use",
     "--training.local_batch_size 0": "training.local_batch_size is 0; use a whole number of at least 1",
@@ -214,6 +215,18 @@ def lay_out(path, arguments):
             "shard 4, context 1, tensor 1, pipeline 1, but torchrun started",
         ),
         ("--parallelism.data_parallel_replicate_degree 7", "replicate 7, data_parallel_shard -1, context 1, tensor 1"),
+        (
+            f"--training.global_batch_size {10**12}",
+            f"training.global_batch_size is {10**12}, but it counts packs, each of 2048 tokens; use at most 524288",
+        ),
+        (
+            f"--training.local_batch_size {10**8} --training.seq_len {2**20}",
+            f"training.local_batch_size is {10**8}, but it counts packs, each of {2**20} tokens; use at most 1024",
+        ),
+        (
+            f"--validation.enable --validation.dataset c4 --validation.local_batch_size {10**8}",
+            f"validation.local_batch_size is {10**8}, but it counts packs, each of 2048 tokens",
+        ),
         (
             "--training.local_batch_size 2 --training.global_batch_size 3",
             "training.global_batch_size is 3; use a multiple of 2, which is training.local_batch_size times 1 data-",

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 ENTRY = "torchrun -m torchtitan_magi.train"
 COMPONENTS = ("model", "loss")  # that torchtitan compiles
+MOST_TOKENS = 2**30  # in a step, ten times what anybody trains with
 PARTS = ("model_spec", "dataloader", "training", "loss", "tokenizer", "metrics", "checkpoint", "validator")
 
 NEED_A_GPU = (
@@ -202,9 +203,20 @@ def _check_checkpointing(section: Any, compiled: Any) -> None:
         )
 
 
+def _check_tokens(option: str, packs: int, seq_len: int) -> None:
+    """Raises ValueError, one line, for so many packs that tokens must be meant: their data alone take minutes."""
+    if packs * seq_len > MOST_TOKENS:
+        raise ValueError(
+            f"{option} is {packs}, but it counts packs, each of {seq_len} tokens; use at most "
+            f"{max(1, MOST_TOKENS // seq_len)}"
+        )
+
+
 def _check_batch(job_config: Any) -> None:
     """Checks that the data-parallel ranks can share the global batch; torchtitan does so once the model is built."""
     training, parallelism = job_config.training, job_config.parallelism
+    _check_tokens("training.local_batch_size", training.local_batch_size, training.seq_len)
+    _check_tokens("training.global_batch_size", training.global_batch_size, training.seq_len)
     copies = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
     ranks = max(1, rank_and_size()[1] // (copies * parallelism.pipeline_parallel_degree))
     size, divisor = training.global_batch_size, training.local_batch_size * ranks
@@ -260,6 +272,7 @@ def _check_validation(job_config: Any) -> None:
                 f"validation.dataset is {quoted(validation.dataset)} and training.dataset {quoted(training.dataset)}; "
                 f"validate on what is trained, {kind!r} or not"
             )
+    _check_tokens("validation.local_batch_size", validation.local_batch_size, validation.seq_len)
     if validation.seq_len > training.seq_len:
         raise ValueError(  # torchtitan makes as many rotary positions as training needs
             f"validation.seq_len is {validation.seq_len}; use at most training.seq_len, {training.seq_len}"

@@ -62,8 +62,14 @@ LEAST: tuple[tuple[str, int, int | None], ...] = (
     ("parallelism.expert_parallel_degree", 1, None),
     ("parallelism.expert_tensor_parallel_degree", 1, None),
 )
-# beyond them gloo counts nanoseconds below 0, and torch's recorder of collectives ends the process
-MOST = {"comm.init_timeout_seconds": 10**9, "comm.train_timeout_seconds": 10**9, "comm.trace_buf_size": 2**31 - 1}
+# beyond them gloo counts nanoseconds below 0, torch's recorder of collectives ends the process, and rotary positions
+# take more memory than a GPU has
+MOST = {
+    "comm.init_timeout_seconds": 10**9,
+    "comm.train_timeout_seconds": 10**9,
+    "comm.trace_buf_size": 2**31 - 1,
+    "training.seq_len": 2**27,
+}
 UNLIMITED = "training.max_norm"  # inf: no gradient is too long
 NOT_NEGATIVE = (lambda x: x >= 0), "a number of at least 0"
 BELOW_1 = (lambda x: 0 <= x < 1), "a number of at least 0 and below 1"
