@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,3 +134,10 @@ def test_a_loader_without_positions_gives_documents_that_end_with_eos():
     assert found[0] == [[0, 3], [3, 5], [5, 6], [6, 12]]
     assert found[1] == [[0, 2], [2, 5], [5, 6], [6, 8], [8, 11], [11, 12]]
     assert set(with_positions) == {"input", "documents"}
+
+
+def test_events_are_logged_if_wanted():
+    folder = Path(new_folder())
+    train(1, ["--debug.enable_structured_logging", "--training.steps", "2", "--job.dump_folder", str(folder)])
+    (path,) = (folder / "structured_logs").iterdir()
+    assert {"[step N/A]", "[step 1]", "[step 2]"} <= set(re.findall(r"\[step [^]]*\]", path.read_text()))

@@ -95,9 +95,8 @@ def _model_spec(job: Any) -> Any:
 
 def _loader(section: Any, infinite: bool) -> HuggingFaceTextDataLoader.Config:
     workers = {field.name: getattr(section.dataloader, field.name) for field in fields(Workers)}
-    infinite = infinite or section.steps != -1
     return HuggingFaceTextDataLoader.Config(
-        dataset=section.dataset, dataset_path=section.dataset_path, infinite=infinite, **workers
+        dataset=section.dataset, dataset_path=section.dataset_path, infinite=infinite or section.steps != -1, **workers
     )
 
 
@@ -149,5 +148,4 @@ def job_of(config: Any) -> Any:
 def _data(loader: Any) -> dict[str, Any]:
     """What a section says of its data."""
     values: dict[str, Any] = {field.name: getattr(loader, field.name, field.default) for field in fields(Workers)}
-    workers = Workers(**values)
-    return {"dataset": loader.dataset, "dataset_path": loader.dataset_path, "dataloader": workers}
+    return {"dataset": loader.dataset, "dataset_path": loader.dataset_path, "dataloader": Workers(**values)}

@@ -136,7 +136,7 @@ _SECTIONS = [
     _section("metrics", MetricsProcessor.Config),
     _section("profiling", Profiler.Config),
     _section("comm", CommConfig),
-    _section("debug", DebugConfig),
+    _section("debug", DebugConfig, enable_structured_logging=(bool, False)),  # a file of events a rank, if wanted
     _section("experimental", custom_import=(str, "")),
     ("magi", Magi),
 ]

@@ -13,6 +13,7 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.observability.structured_logger import init_structured_logger
 from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
@@ -251,6 +252,8 @@ def build(arguments: list[str]) -> MagiTrainer:
     """The Trainer of a command line, with the TOML file of ``--job.config_file``."""
     init_logger()
     job = read_job_config(config_file(arguments), arguments)
+    if job.debug.enable_structured_logging:
+        init_structured_logger("training", job.job.dump_folder)
     trainer: MagiTrainer = MagiTrainer.Config(**trainer_options(job)).build()
     save_config(job)
     return trainer
