@@ -148,12 +148,16 @@ def apart(function: Callable[..., T], *args: Any) -> T:
 
 def receive(pipe: Connection, end: Callable[[], int]) -> Any:
     """The next answer of a process. end: kills it unless it has ended by itself, and returns its exit code. Raises Died
-    if it ends without, also in the middle of it, or if there is none after WAIT_SECONDS."""
+    if it ends without, also in the middle of it, or if there is none after WAIT_SECONDS. It is killed where this is
+    interrupted."""
     try:
         if pipe.poll(WAIT_SECONDS):
             return pipe.recv()
     except (EOFError, OSError):
         raise Died(end()) from None
+    except BaseException:
+        end()
+        raise
     end()
     raise Died(None)
 

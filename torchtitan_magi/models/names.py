@@ -4,6 +4,7 @@ import re
 
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)[.]")  # of checkpointing and compilers
 ADAPTERS = re.compile(r"[.]lora_[ab][.]")  # in names of parameters
+ADAPTER = "adapter_model.safetensors"  # PEFT's file, of which no run starts
 
 
 def plain_name(name: str) -> str:

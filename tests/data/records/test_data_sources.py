@@ -329,6 +329,13 @@ def test_a_footer_that_ends_the_process_that_reads_it_is_one_line(name, tmp_path
         Corpus(tmp_path / "a.parquet", cache=cache)
 
 
+def test_a_process_that_is_waited_for_is_ended_where_the_wait_is_interrupted():
+    pipe, end = mock.Mock(poll=mock.Mock(side_effect=KeyboardInterrupt)), mock.Mock()
+    with pytest.raises(KeyboardInterrupt):
+        guard.receive(pipe, end)
+    end.assert_called_once_with()
+
+
 @pytest.mark.parametrize("name", FOOTERS)
 def test_a_damaged_footer_is_one_line(name, tmp_path, cache, monkeypatch):
     footer, words = FOOTERS[name]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.files import write_whole
-from torchtitan_magi.models.names import plain_name
+from torchtitan_magi.models.names import ADAPTER, plain_name
 from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.objectives.dpo import PairBatch, logprobs_by
 from torchtitan_magi.training.objectives.fingerprint import KnownWeights, fingerprint_of_model
@@ -30,7 +30,6 @@ from torchtitan_magi.wording import quoted_path
 logger = logging.getLogger(__name__)
 
 IN_MEMORY = "language_model.model.", "model.language_model."  # Kimi's names in files, and as transformers computes
-ADAPTER = "adapter_model.safetensors"
 SEEN = "adapters_seen"  # attribute of experts with adapters, see `adapters_seen`
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 

@@ -13,7 +13,7 @@ from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.checkpoints.hf_weights import ExportLayout
 from torchtitan_magi.training.process.all_ranks import agreed
 from torchtitan_magi.training.settings.first_weights import check_first_weights
-from torchtitan_magi.training.settings.magi_section import check_options
+from torchtitan_magi.training.settings.magi_section import check_options, check_width
 from torchtitan_magi.training.settings.model_folder import check_folders
 from torchtitan_magi.training.settings.resume import check_checkpoints
 from torchtitan_magi.training.settings.sections import check_sections
@@ -52,6 +52,7 @@ def check_model(job_config: Any, read: Callable[[], ModelConfig]) -> tuple[Model
 
     def checked() -> tuple[ModelConfig, ExportLayout]:
         config = read()
+        check_width(job_config.magi.lora, config.dim)
         return config, check_folders(job_config, config)
 
     folder = job_config.model.hf_assets_path

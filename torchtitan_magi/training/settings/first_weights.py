@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from torchtitan_magi.models.names import ADAPTER
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank, rank_and_size
 from torchtitan_magi.training.settings.optimizer import learning_rates
@@ -18,7 +19,6 @@ from torchtitan_magi.wording import quoted_path, shown
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ("*.safetensors", INDEX, "pytorch_model*.bin")
-ADAPTER = "adapter_model.safetensors"  # PEFT's, of which no run starts
 RANDOM, RESUMED = "random", ", where this run goes on"  # a source's beginning, and an end
 LR_OF_PRETRAINING = 8e-4  # torchtitan's default of optimizer.lr
 

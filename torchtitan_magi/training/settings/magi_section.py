@@ -182,6 +182,12 @@ def check_rank(lora: LoRA) -> None:
         raise ValueError(f"magi.lora.rank is {quoted(lora.rank)}; use a rank such as 16, or 0 for no adapters")
 
 
+def check_width(lora: LoRA, width: int) -> None:
+    """Raises ValueError, one line, for adapters that are larger than the weights beside them. width: of the model."""
+    if lora.rank > width:
+        raise ValueError(f"magi.lora.rank is {lora.rank}; use at most {width}, the model's width, such as 16")
+
+
 def check_targets(lora: LoRA) -> None:
     """Raises ValueError, one line, for layers that get no adapters here."""
     known = [*LoRA().target_modules, EXPERTS]

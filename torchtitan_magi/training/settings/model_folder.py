@@ -9,7 +9,7 @@ from torchtitan_magi.models.config_file import ConfigFile
 from torchtitan_magi.models.model_config import ModelConfig, differences, read_model_config
 from torchtitan_magi.models.names import PICTURES
 from torchtitan_magi.training.checkpoints.hf_weights import ExportLayout, check_weights, float32_names, shard_numbers
-from torchtitan_magi.training.settings.options import LoRA, has_reference
+from torchtitan_magi.training.settings.options import has_reference
 from torchtitan_magi.training.settings.resume import folder_of_checkpoints, initial_weights
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
@@ -50,7 +50,6 @@ def check_folders(job_config: Any, config: ModelConfig) -> ExportLayout:
         ValueError: weights are read from a folder, or exported in its format, that has another model; or the weights
             to be read are not complete. One line.
     """
-    _check_width(job_config.magi.lora, config)
     checkpoint, assets = job_config.checkpoint, job_config.model.hf_assets_path
     reads = checkpoint.enable and checkpoint.initial_load_in_hf
     exports = checkpoint.enable and checkpoint.last_save_in_hf
@@ -76,12 +75,6 @@ def check_folders(job_config: Any, config: ModelConfig) -> ExportLayout:
         float32_names(source or assets, config) if rounds else (),
         (config.model, str(source or assets)) if exports and config.model in PICTURES else None,
     )
-
-
-def _check_width(lora: LoRA, config: ModelConfig) -> None:
-    """Raises ValueError, one line, for adapters that are larger than the weights beside them."""
-    if lora.rank > config.dim:
-        raise ValueError(f"magi.lora.rank is {lora.rank}; use at most {config.dim}, the model's width, such as 16")
 
 
 def _warn_of_positions(seq_len: int, config: ModelConfig, exports: bool) -> None:

@@ -10,7 +10,7 @@ from torchtitan_magi.training.checkpoints import digests
 from torchtitan_magi.training.checkpoints.digests import METADATA
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
-from torchtitan_magi.training.process.run_folder import check_local, lock_checkpoints, lock_folder
+from torchtitan_magi.training.process.run_folder import lock_checkpoints, lock_folder
 from torchtitan_magi.training.settings.options import DEFAULT_STEPS, DPO_DATASET, has_reference
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
@@ -31,8 +31,6 @@ def check_checkpoints(job_config: Any) -> None:
     checkpoint = job_config.checkpoint
     if not checkpoint.enable:
         return
-    check_local(job_config.job.dump_folder, "job.dump_folder")
-    check_local(checkpoint.folder, "checkpoint.folder")
     if unknown := next((name for name in checkpoint.exclude_from_loading if name not in EXCLUDABLE), None):
         raise ValueError(f"checkpoint.exclude_from_loading has {quoted(unknown)}; use some of {', '.join(EXCLUDABLE)}")
     rank, world_size = rank_and_size()

@@ -48,8 +48,7 @@ def check_launcher() -> None:
 
 
 def check_gpu_options(job_config: Any, device_type: str, without: Sequence[str] = ()) -> None:
-    """Refuses on the CPU what torchtitan does on GPUs alone: it would end in an error that names no remedy. Anywhere it
-    refuses ranks that do not hear each other, which would train each by itself.
+    """Refuses on the CPU what torchtitan does on GPUs alone: it would end in an error that names no remedy.
 
     Args:
         device_type: that of torchtitan's tools, "cpu" once a run is to use the CPU.
@@ -61,8 +60,6 @@ def check_gpu_options(job_config: Any, device_type: str, without: Sequence[str] 
     for option in NEED_A_GPU if device_type == "cpu" else ():
         if option not in without and attrgetter(option)(job_config):
             raise ValueError(f"{option} is true, but there is no GPU, which it needs; set it to false")
-    if (mode := job_config.comm.mode) != "default":
-        raise ValueError(f"comm.mode is {quoted(mode)}, but here ranks exchange rows, by NCCL or gloo; leave it out")
 
 
 def check_configuration(config: Any, magi: Any) -> None:

@@ -196,6 +196,10 @@ def check_values(job_config: Any) -> None:
     for option, choices in CHOICES.items():
         if (value := value_of(job_config, option)) not in (*choices, None):
             raise ValueError(f"{option} is {quoted(value)}; use one of {', '.join(map(repr, choices))}")
+    if (communicates := job_config.comm.mode) != "default":  # else each rank would train by itself
+        raise ValueError(
+            f"comm.mode is {quoted(communicates)}, but here ranks exchange rows, by NCCL or gloo; leave it out"
+        )
     seed = job_config.debug.seed
     if seed is not None and not 0 <= seed < 2**64:
         raise ValueError(f"debug.seed is {quoted(seed)}; use a whole number of 0 to 2**64 - 1, or leave it out")
