@@ -17,7 +17,7 @@ from torchtitan_magi.training import reductions
 
 from test_experts import arguments  # isort: skip
 
-LAYERS, DIM = 8, 2048
+LAYERS, DIM = 8, 4096  # each gradient is a block of the allocator by itself
 CAST = _fsdp_collectives._to_dtype_if_needed  # FSDP2's own
 MODELS = f"{ADAPTER}.models" if IS_0_3 else f"{ADAPTER}.spec"
 
@@ -110,7 +110,8 @@ def test_gradients_are_the_same_and_their_memory_serves_activations(monkeypatch,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_results_that_stay_take_memory_of_the_stream_that_computes(monkeypatch, dtype):
+@pytest.mark.parametrize("hooked", [False, True])  # by what may free gradients in the backward
+def test_only_results_that_stay_take_memory_of_the_stream_that_computes(monkeypatch, dtype, hooked):
     def recorded(context, stream, make):
         taken.append((torch.cpu.current_stream() is context.reduce_scatter_stream, stream is computing))
         made = on_another_stream(context, stream, make)
@@ -118,6 +119,8 @@ def test_only_results_that_stay_take_memory_of_the_stream_that_computes(monkeypa
         return made
 
     def measured(model):
+        for parameter in model.parameters() if hooked else ():
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
         look = lambda: (of_backwards.append(taken[:]), taken.clear())  # noqa: E731
         return trained(model, look)
 
@@ -128,7 +131,8 @@ def test_only_results_that_stay_take_memory_of_the_stream_that_computes(monkeypa
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
     of_plain, of_ours = of_backwards[:6], of_backwards[6:]
     assert of_plain == [[]] * 6
-    assert of_ours == [[(True, True)] * LAYERS, []] * 3  # those of the second backward are added to the first one's
+    of_first = [] if hooked else [(True, True)] * LAYERS
+    assert of_ours == [of_first, []] * 3  # those of the second backward are added to the first one's
 
 
 def as_on_gpus(report):

@@ -47,9 +47,10 @@ def reduce_in_memory_of_activations(module: FSDPModule) -> None:
 class ReduceScatter(DefaultReduceScatter):
     """FSDP2's, with memory of the stream that computes for results that stay as gradients.
 
-    Others are added to gradients, or copied to another dtype or to the host. Those stay in memory of the stream that
-    reduces, where each takes the place of the one before at once: what two streams use is not given out again until the
-    second is done, and the host is far ahead.
+    Others are added to gradients, copied to another dtype or to the host, or used up by a hook. They may be freed in
+    the backward, so they stay in memory of the stream that reduces, as FSDP2 has them. A gradient is freed after the
+    backward, at whose end the stream that computes waits for the one that reduces: no event has to guard its memory.
+    (`record_stream` would keep it for as long as the host is ahead, so a second set of gradients piled up.)
 
     Args:
         group: FSDP2's, of the parameters whose gradients it reduces.
@@ -65,7 +66,12 @@ class ReduceScatter(DefaultReduceScatter):
         if (current := context.device_handle.current_stream()) != context.reduce_scatter_stream:
             self._computing = current
             return make()
-        stays = not any(each.offload_to_cpu or each.sharded_param.grad is not None for each in self._group.fsdp_params)
+        stays = not any(
+            each.offload_to_cpu
+            or each.sharded_param.grad is not None
+            or getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
+            for each in self._group.fsdp_params
+        )
         on_computing = partial(_on_another_stream, context, self._computing)
         if stays and dtype == self._group._orig_dtype:
             return on_computing(make)
@@ -90,9 +96,5 @@ def to_dtype(result: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _on_another_stream(context: Any, stream: Any, make: Callable[[], Tensor]) -> Tensor:
     """A tensor with memory of another stream for the current one, which waited for it just before: it may write what
     was freed there."""
-    current = context.device_handle.current_stream()
     with context.device_handle.stream(stream):
-        made = make()
-    if made.is_cuda:
-        made.record_stream(current)
-    return made
+        return make()
