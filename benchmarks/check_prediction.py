@@ -70,13 +70,13 @@ def errors_table(*files: dict[str, Any], cost: CostModel = H200, strategy: str =
 def cost_model() -> str:
     """Errors of the kernel's predicted times in the cases of its benchmark."""
     errors: dict[str, list[float]] = {"forward": [], "backward": []}
-    for sample in recorded_samples(RESULTS / "calibration_h200.json"):
+    for sample in recorded_samples(RESULTS / "kernel_h200.json"):
         predicted = make_plan(sample.slices, sample.num_tokens, 1, heads=sample.heads).predict()
         for (name, found), times in zip(errors.items(), predicted, strict=True):
             found.append(100 * (times.seconds / getattr(sample, name) - 1))
     spans = " and ".join(f"{min(found):+.0f} to {max(found):+.0f}% {name}" for name, found in errors.items())
-    sentence = f"The constants predict single calls of the kernel, with a cold L2 cache, with errors of {spans}."
-    return f"{sentence}\n\n{sources('calibration_h200', 'cost_h200x4')}"
+    sentence = f"The constants predict the kernel's benchmark with errors of {spans}."
+    return f"{sentence}\n\n{sources('kernel_h200', 'cost_h200x4')}"
 
 
 PARTS: dict[str, Callable[[], str]] = {  # of the docs

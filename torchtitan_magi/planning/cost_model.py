@@ -206,17 +206,16 @@ def _figures(costs: dict[str, Any]) -> list[float]:
     return [value for cost in costs.values() for value in (vars(cost).values() if type(cost) in _COMPOUND else (cost,))]
 
 
-# Kernel: `calibrate --fit` with single calls of the kernel of commit 16ed43a, which they predicted
-# to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward. The forward is 2 to 4% faster since,
-# with head_dim 64 it takes another 0.87 to 0.905 of the time, in tiles of 192 rows.
-# The factors of wide heads: dense rows of calibration_wide_h200.json, within 10%.
+# Kernel: `calibrate --fit` with single calls of the kernel of commit 16ed43a; what a pair takes with head_dim 64, and the
+# factors of wide heads, by the rows of kernel_h200.json and variants_h200.json. They predict the former to -12% and +11%
+# forward (single short documents; 6% else), -6% and +7% backward, and dense rows of wide heads within 7%.
 # The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
 # showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` is not
 # measured: it assumes one 400 Gb/s adapter per GPU, and 2 us for each peer's message.
 H200 = CostModel(
-    forward=KernelCost(launch=9.3e-6, pair=2.40e-13, pair_dim=3.80e-15, row=1.20e-10, row_dim=0.0, wide=1.04),
+    forward=KernelCost(launch=9.3e-6, pair=1.54e-13, pair_dim=4.47e-15, row=1.20e-10, row_dim=0.0, wide=1.02),
     backward=KernelCost(
-        launch=22.6e-6, pair=6.10e-13, pair_dim=1.09e-14, row=1.72e-10, row_dim=4.89e-12, wide=1.8, wide_queries=1.32
+        launch=22.6e-6, pair=3.10e-13, pair_dim=1.325e-14, row=1.72e-10, row_dim=4.89e-12, wide=1.63, wide_queries=1.3
     ),
     merge=6.0e-13,
     stage=12e-6,
