@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_magi.training.process.error_file import recorded
+from torchtitan_magi.training.process.error_file import is_message, recorded
 from torchtitan_magi.wording import quoted
 
 if TYPE_CHECKING:
@@ -97,3 +97,7 @@ if __name__ == "__main__":
         if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             Path(error_file).write_text(json.dumps({"message": str(error)}))
         sys.exit(str(error))
+    except ValueError as error:
+        if not is_message(error):
+            raise
+        sys.exit(f"ValueError: {error}")

@@ -53,7 +53,7 @@ def test_the_harness_sends_no_signal_to_a_process_that_has_ended(tmp_path, monke
 
 
 def test_plain_torchrun_says_which_checkpoint_is_broken_and_what_to_do(tmp_path):
-    """In the last line of its box."""
+    """In the last line of its box, and where the rank ends, which has no traceback."""
     folder = tmp_path / "step-2"
     checkpoint.save({"x": torch.zeros(9)}, storage_writer=DigestWriter(folder), checkpoint_id=folder, no_dist=True)
     (folder / "__0_0.distcp").write_bytes(b"")
@@ -64,6 +64,8 @@ def test_plain_torchrun_says_which_checkpoint_is_broken_and_what_to_do(tmp_path)
     *_, last = filter(None, (line.strip(" =") for line in result.stderr.splitlines()))
     assert last.startswith(f"ValueError: {folder}/__0_0.distcp is damaged: ")
     assert last.endswith("; load another checkpoint, or copy this one again from where it is whole")
+    assert last in result.stderr.splitlines()
+    assert "Traceback" not in result.stderr.partition("failed (exitcode")[0]  # torchrun's own follow
 
 
 @pytest.mark.parametrize(

@@ -206,8 +206,8 @@ def _figures(costs: dict[str, Any]) -> list[float]:
     return [value for cost in costs.values() for value in (vars(cost).values() if type(cost) in _COMPOUND else (cost,))]
 
 
-# Kernel: `calibrate --fit` with single calls of the kernel of commit 16ed43a; what a pair takes with head_dim 64, and the
-# factors of wide heads, by the rows of kernel_h200.json and variants_h200.json. They predict the former to -12% and +11%
+# Kernel: `calibrate --fit` with single calls of the kernel of commit 16ed43a; what a pair takes with head_dim 64, and
+# the factors of wide heads, by kernel_h200.json and variants_h200.json. They predict the former to -12% and +11%
 # forward (single short documents; 6% else), -6% and +7% backward, and dense rows of wide heads within 7%.
 # The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
 # showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` is not

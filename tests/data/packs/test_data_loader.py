@@ -103,8 +103,18 @@ def stops_and_repeats(path, num_workers):
     return True
 
 
+def names_a_record_that_is_broken(path, num_workers):
+    """By the message alone, in whichever process it is read."""
+    with open(path) as file, open(f"{path}.broken.jsonl", "w") as broken:
+        broken.write(file.read() + '{"text": "no number"}\n')
+    with pytest.raises(ValueError) as caught:
+        list(make_loader(broken.name, num_workers=num_workers))
+    assert re.fullmatch(rf"{broken.name}:{RECORDS + 1}: .*", str(caught.value))
+    return True
+
+
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-@pytest.mark.parametrize("case", [resume_at_another_degree, stops_and_repeats])
+@pytest.mark.parametrize("case", [resume_at_another_degree, stops_and_repeats, names_a_record_that_is_broken])
 def test_the_loader(case, num_workers, path):
     assert call(with_workers, case, str(path), num_workers)
 

@@ -19,6 +19,7 @@ from torchtitan_magi.training.batches.findings import check_findings
 from torchtitan_magi.training.batches.microbatch import documents_from_positions
 from torchtitan_magi.training.batches.template_date import keep_template_date, template_date
 from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
+from torchtitan_magi.training.process.error_file import is_message
 from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
 from torchtitan_magi.wording import shown
 
@@ -75,8 +76,11 @@ class PackLoader:
     def _whole_steps(self, packs: "_PacksWithState") -> Iterator[tuple[Sample, str]]:
         collate = functools.partial(_collate_with_state, num_rows=self.batch_size)
         number = 0
-        for batch, state in DataLoader(packs, batch_size=self.batch_size, collate_fn=collate, **self.options):
+        for made in DataLoader(packs, batch_size=self.batch_size, collate_fn=collate, **self.options):
+            if isinstance(made, str):
+                raise ValueError(made)
             number += 1
+            batch, state = made
             yield batch, state
         for _ in range(-number % self.batches_per_step):
             yield padding_like(batch), state
@@ -106,7 +110,8 @@ class PackLoader:
 class _PacksWithState(IterableDataset):
     """Items of a dataset, each with the state after it; it is iterated where the loader's worker lives.
 
-    Of several workers, number w makes batches w, w + n, w + 2n, ..., as the loader takes them. schedule: see
+    Of several workers, number w makes batches w, w + n, w + 2n, ..., as the loader takes them. A worker's last item is
+    the message of a ValueError, if there is one: torch would put its traceback into the message. schedule: see
     ``PackLoader``.
     """
 
@@ -114,16 +119,23 @@ class _PacksWithState(IterableDataset):
         self.dataset, self.state, self.batch_size = dataset, state, batch_size
         self.more = {"schedule": schedule} if schedule else {}
 
-    def __iter__(self) -> Iterator[tuple[Sample, str]]:
+    def __iter__(self) -> Iterator[tuple[Sample, str] | str]:
         if self.state is not None:
             self.dataset.load_state_dict(json.loads(self.state))
         worker = get_worker_info()
         number, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        for sample in self.dataset.shard(lambda item: item // self.batch_size % num_workers == number):
-            yield sample, json.dumps(self.dataset.state_dict() | self.more)
+        try:
+            for sample in self.dataset.shard(lambda item: item // self.batch_size % num_workers == number):
+                yield sample, json.dumps(self.dataset.state_dict() | self.more)
+        except ValueError as error:
+            if worker is None or not is_message(error):
+                raise
+            yield str(error)
 
 
-def _collate_with_state(items: list[tuple[Sample, str]], num_rows: int) -> tuple[Sample, str]:
+def _collate_with_state(items: list[tuple[Sample, str] | str], num_rows: int) -> tuple[Sample, str] | str:
+    if isinstance(items[-1], str):
+        return items[-1]
     samples, states = zip(*items, strict=True)
     return collate_packs(samples, num_rows), states[-1]
 

@@ -1,5 +1,6 @@
-"""The file in which a rank tells torchrun why it failed."""
+"""How a rank tells why it failed: in a file to torchrun, and in its own output."""
 
+import dis
 import os
 from functools import partial
 from pathlib import Path
@@ -30,3 +31,16 @@ class WholeErrorFile(ErrorHandler):
 ERROR_FILE = WholeErrorFile()
 # A decorator of functions whose exceptions torchrun is told of, as they end the run.
 recorded = partial(record, error_handler=ERROR_FILE)
+
+
+def is_message(error: ValueError) -> bool:
+    """Whether this package raised it by a statement: one line for the user, to which a traceback adds nothing.
+
+    What Python or another package raised may be a fault, and its traceback is needed.
+    """
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None or not place.tb_frame.f_globals.get("__name__", "").startswith("torchtitan_magi."):
+        return False
+    return place.tb_frame.f_code.co_code[place.tb_lasti] == dis.opmap["RAISE_VARARGS"]
