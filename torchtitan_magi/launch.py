@@ -134,8 +134,10 @@ def reason(failure: Any) -> str:
 
 
 def in_one_line(text: Any) -> str:
-    """The first line of it, of which little is needed of a value that it quotes."""
-    line = next(iter(str(text).strip().splitlines()), "no reason given")
+    """The first line of it, of which little is needed of a value that it quotes; and what follows where it ends in a
+    colon."""
+    first, *others = str(text).strip().splitlines() or ["no reason given"]
+    line = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
     line = "".join(character if character.isprintable() else "?" for character in line)
     return line if len(line) <= 1500 else f"{line[:1000]}...{line[-400:]}"
 

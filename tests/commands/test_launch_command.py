@@ -66,6 +66,11 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_is_no_pipe(tmp_path):
 
 def test_what_others_wrote_is_printable():
     assert in_one_line("a\x1b[31m\udcff\nb") == "a?[31m?"
+    assert in_one_line("Failed: backend='inductor' raised:\n  TypeError: x\n\nmore") == (
+        "Failed: backend='inductor' raised: TypeError: x"
+    )
+    assert in_one_line("\n") == "no reason given"
+    assert in_one_line("AssertionError:") == "AssertionError:"
 
 
 def test_the_command_line_goes_before_the_file():
