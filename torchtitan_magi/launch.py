@@ -217,6 +217,8 @@ def start() -> None:
             arguments.append(f"--{'.'.join(PRECISION)}=float32")
         print(f"{processes} process{'es' * (processes != 1)}, {num_gpus} GPUs: running {where}", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if processes > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it, which would warn of it
     options = ["--standalone", f"--nproc-per-node={processes}", "--local-ranks-filter=0", "--role=rank", "--tee=3"]
     launch([*options, "-m", "torchtitan_magi.train", "--job.config_file", path, *arguments])
 

@@ -305,10 +305,13 @@ def test_a_run_on_the_cpu_is_in_float32_unless_told_otherwise(monkeypatch, capsy
     monkeypatch.setattr("torchtitan_magi.launch.count_gpus", lambda: 0)
     monkeypatch.setattr("torchtitan_magi.launch.launch", started.append)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"})
     main()
+    assert os.environ.pop("OMP_NUM_THREADS") == "1"
     assert started[0][started[0].index(path) + 1 :] == [*given, *added]
     assert ("in float32" in (printed := capsys.readouterr().out)) == bool(added)
     assert printed.startswith("2 processes, 0 GPUs: running on CPU with gloo")
     monkeypatch.setattr("sys.argv", [*sys.argv, "--parallelism.context_parallel_degree=1"])
     main()
     assert capsys.readouterr().out.startswith("1 process, 0 GPUs: running on CPU with gloo")
+    assert "OMP_NUM_THREADS" not in os.environ  # one process has all cores
