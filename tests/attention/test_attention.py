@@ -362,6 +362,22 @@ def test_public_calls_of_several_threads_do_not_take_plans_from_each_other(monke
     assert len(api._handles) == 1
 
 
+def test_each_stream_has_index_data_of_its_own(monkeypatch):
+    """That of another could still be on its way, or be freed for it."""
+    bound, x = [], torch.randn(8, 2, 8)
+    plan = magi.make_plan(magi.varlen_causal([0, 3, 8]), 8, 1)
+    for name in ("bind_plan", "bind_slices"):
+        bind = getattr(api, name)
+        monkeypatch.setattr(api, name, lambda *rest, bind=bind, **more: bound.append(bind) or bind(*rest, **more))
+    magi.clear_caches()
+    for stream, number in ((1, 1), (2, 2), (1, 2), (2, 2)):
+        monkeypatch.setattr(api, "stream_of", lambda device, stream=stream: stream)
+        magi.cp_varlen_attn(x, x, x, plan)
+        magi.flex_flash_attn(x, x, x, plan.slices)
+        assert len(bound) == 2 * number
+    magi.clear_caches()
+
+
 def test_attention_repeats_bit_for_bit_when_torch_or_the_caller_asks(monkeypatch):
     asked, x = [], torch.randn(8, 4, 8)
     plan = magi.make_plan(magi.varlen_causal([0, 8]), 8, 1)

@@ -7,7 +7,7 @@ from support.loopback import Loopback
 from support.recurrence import convolution, plan_of, with_gradients
 
 import torchtitan_magi as magi
-from torchtitan_magi.linear import conv_kernels
+from torchtitan_magi.linear import conv_kernels, short_conv
 
 CASES = {  # document boundaries, and who has each token
     "one rank": ([0, 1, 3, 70, 90], [0] * 96),
@@ -69,6 +69,15 @@ def test_history_and_its_gradients_come_and_go(case, activation, monkeypatch):
     found = [rank(None)] if plan.cp_size == 1 else Loopback(plan.cp_size).run(rank)
     ours = *found[0][:2], sum(dweight for *_, dweight in found)
     torch.testing.assert_close(list(ours), with_gradients(plain, (x, weight), dout))
+
+
+def test_each_stream_has_tables_of_its_own(monkeypatch):
+    parts, found = plan_of(*CASES["cut documents"]).document_parts.ranks[1], []
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(short_conv, "stream_of", lambda device, stream=stream: stream)
+        found.append(short_conv.ConvRows.of(parts, 4, torch.device("cpu")))
+    assert found[0] is found[2]
+    assert found[0].offset.data_ptr() != found[1].offset.data_ptr()
 
 
 @pytest.mark.parametrize("found", [

@@ -106,3 +106,13 @@ def test_what_is_scanned_for_maps(monkeypatch, lengths, mapped, rows, sequences)
     assert found.rows.tolist() == rows
     assert found.scanned == sequences
     assert [sequences[place] for place in found.mapped] == mapped
+
+
+def test_each_stream_has_fragments_of_its_own(monkeypatch):
+    stages.stand_in(monkeypatch)
+    *inputs, _ = layer_inputs(13, (2, 4), (6, 6))
+    found = []
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(kernels, "stream_of", lambda device, stream=stream: stream)
+        found.append(kernels.Kernels().start(Tokens(*inputs), [3, 10], 1.0).inputs.fragments)
+    assert found[0] is found[2] is not found[1]

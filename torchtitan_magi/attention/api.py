@@ -14,6 +14,7 @@ from torchtitan_magi.attention.dispatch import check_tensor
 from torchtitan_magi.attention.op import PlanHandle, attend, check_transforms
 from torchtitan_magi.backends.choose import check_backend, check_switch, choose_block_attn
 from torchtitan_magi.backends.interface import BlockAttn, check_scale, check_softcap
+from torchtitan_magi.cuda.tables import stream_of
 from torchtitan_magi.exchange.mesh import Mesh, as_transport, at_end_of_transports
 from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.masks.slices import AttnSlices, check_slices
@@ -24,7 +25,7 @@ CACHED_PLANS, CACHED_BYTES = 16, 256 << 20  # bound plans that the public calls 
 
 
 class _Handles(OrderedDict[Any, PlanHandle]):
-    """Handles of the public calls' last bound plans: as many as CACHED_BYTES hold, at least one.
+    """Handles of the public calls' last bound plans: as many as CACHED_BYTES hold, at least one. Streams share none.
 
     A key ends with the transport, where there is one. What is bound to it goes when it ends.
     """
@@ -125,7 +126,7 @@ def cp_varlen_attn(
     # kept by transport, not by mesh: one like it may come after its groups have ended
     transport = as_transport(mesh, plan.cp_size, q.device)
     shapes = q.shape[1:], k.shape[1:], v.shape[1:]
-    key = (plan, shapes, q.dtype, q.device, backend, deterministic, fp32_reduce, transport)
+    key = (plan, shapes, q.dtype, q.device, stream_of(q.device), backend, deterministic, fp32_reduce, transport)
 
     def bind() -> BoundPlan:
         heads, block_attn = _heads_of(q, k, v), _block_attn(backend, deterministic, q, v)
@@ -170,7 +171,7 @@ def flex_flash_attn(
     check_slices(slices)
     deterministic = _checked_options(backend, deterministic)
     _check_inputs(q, k, v, sinks, softcap)
-    key = (slices, q.shape, k.shape, v.shape, q.dtype, q.device, backend, deterministic)
+    key = (slices, q.shape, k.shape, v.shape, q.dtype, q.device, stream_of(q.device), backend, deterministic)
 
     def bind() -> BoundPlan:
         heads, block_attn = _heads_of(q, k, v), _block_attn(backend, deterministic, q, v)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan_magi.cuda.tables import stream_of
 from torchtitan_magi.linear.backend import Tokens, own_dtypes, spread
 from torchtitan_magi.linear.once import once
 
@@ -209,7 +210,7 @@ def _num_rows(scanned: Iterable[tuple[int, list[int]]]) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _fragments(
-    lengths: tuple[int, ...], mapped: tuple[int, ...], num_heads: int, device: torch.device, back: bool
+    lengths: tuple[int, ...], mapped: tuple[int, ...], num_heads: int, device: torch.device, stream: int, back: bool
 ) -> Fragments:
     return Fragments.of(lengths, mapped, num_heads, device, back)
 
@@ -243,7 +244,8 @@ class _Inputs(NamedTuple):
         """
         library = _library()
         back = kept is not None and len(mapped) > 0  # one table for both directions where nothing is mapped
-        fragments = _fragments(tuple(lengths), tuple(mapped), tokens.v.shape[1], tokens.v.device, back)
+        num_heads, device = tokens.v.shape[1], tokens.v.device
+        fragments = _fragments(tuple(lengths), tuple(mapped), num_heads, device, stream_of(device), back)
         q, k, v = (x.contiguous()[None] for x in (tokens.q, tokens.k, tokens.v))
         g, beta = (x.float().contiguous()[None] for x in (tokens.g, tokens.beta))
         if kept is not None:

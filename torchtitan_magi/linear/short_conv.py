@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_magi.cuda.tables import stream_of
 from torchtitan_magi.exchange.in_flight import Arrival
 from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.linear import conv_kernels
@@ -61,8 +62,8 @@ class ConvRows:
 
     @classmethod
     def of(cls, parts: RankParts, width: int, device: torch.device) -> "ConvRows":
-        """Those of a rank, on its device, made once for all layers."""
-        return parts.made_once((cls, width, device), lambda: cls._of(parts, width, device))
+        """Those of a rank, on its device, made once for all layers of a stream."""
+        return parts.made_once((cls, width, device, stream_of(device)), lambda: cls._of(parts, width, device))
 
     @classmethod
     @torch.inference_mode(False)  # layers in training may share it
