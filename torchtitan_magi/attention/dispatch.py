@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from torchtitan_magi.cuda.tables import uploaded
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.planning.plan import AttnPlan, check_plan
@@ -91,13 +92,13 @@ def _take(x: Tensor, plan: AttnPlan, rank: int, pad_value: float) -> Tensor:
     missing = plan.padded_tokens - plan.total_tokens
     if missing:
         x = torch.cat([x, x.new_full((missing, *x.shape[1:]), pad_value)])
-    return x.index_select(0, torch.tensor(plan.ranks[rank].tokens).to(x.device, non_blocking=True))
+    return x.index_select(0, uploaded(torch.tensor(plan.ranks[rank].tokens), x.device))
 
 
 def _gather(x_local: Tensor, plan: AttnPlan, transport: Transport) -> Tensor:
     gathered = x_local.new_empty(plan.padded_tokens, *x_local.shape[1:])
     transport.all_gather(gathered, x_local.contiguous())
-    tokens = torch.cat([torch.tensor(share.tokens) for share in plan.ranks]).to(x_local.device, non_blocking=True)
+    tokens = uploaded(torch.cat([torch.tensor(share.tokens) for share in plan.ranks]), x_local.device)
     return torch.empty_like(gathered).index_copy_(0, tokens, gathered)[: plan.total_tokens]
 
 

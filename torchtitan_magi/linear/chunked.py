@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_magi.cuda.tables import uploaded
 from torchtitan_magi.linear.backend import Tokens, spread
 
 CHUNK = 64  # tokens
@@ -91,8 +92,8 @@ class ChunkedForward:
         """As ``Forward.maps``: with values [v, 0] the state [0, I] becomes [state, matrix]."""
         num_heads, key_dim, value_dim = self.tokens.state_shape
         rows = np.split(np.arange(len(self.tokens.v)), np.cumsum(self.lengths)[:-1])
-        of_mapped = torch.from_numpy(np.concatenate([rows[i] for i in self.mapped])).to(self.tokens.v.device)
-        tokens = self.tokens.select(of_mapped)
+        of_mapped = torch.from_numpy(np.concatenate([rows[i] for i in self.mapped]))
+        tokens = self.tokens.select(uploaded(of_mapped, self.tokens.v.device))
         values = torch.cat([tokens.v, tokens.v.new_zeros(len(tokens.v), num_heads, key_dim)], -1)
         one = torch.eye(key_dim, dtype=tokens.wide, device=values.device)
         first = torch.cat([one.new_zeros(key_dim, value_dim), one], 1).expand(len(self.mapped), num_heads, -1, -1)
@@ -160,18 +161,18 @@ def run(
     if states is None:
         states = tokens.v.new_zeros(len(lengths), *tokens.state_shape, dtype=tokens.wide)
     layout = _Layout.of(lengths, min(CHUNK, max(lengths, default=1)))
-    order = torch.from_numpy(layout.order).to(device)
+    order = uploaded(torch.from_numpy(layout.order), device)
     outs, ends = _scan(_Terms.of(_chunks(tokens, layout)), layout.steps, states.index_select(0, order), with_out)
-    ends = ends.index_select(0, torch.from_numpy(np.argsort(layout.order)).to(device))
+    ends = ends.index_select(0, uploaded(torch.from_numpy(np.argsort(layout.order)), device))
     if not with_out:
         return ends.new_empty(0), ends
-    places = torch.from_numpy(layout.places).to(device)
+    places = uploaded(torch.from_numpy(layout.places), device)
     return scale * outs.transpose(1, 2).flatten(0, 1).index_select(0, places), ends
 
 
 def _chunks(tokens: Tokens, layout: _Layout) -> Tokens:
     """Tokens as [N, H, C, ...]; a place without a token has zeros, which leave the state as it is."""
-    rows = torch.from_numpy(layout.rows.ravel()).to(tokens.v.device)
+    rows = uploaded(torch.from_numpy(layout.rows.ravel()), tokens.v.device)
     num_heads = tokens.v.shape[1]
 
     def chunked(x: Tensor) -> Tensor:

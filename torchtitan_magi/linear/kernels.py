@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_magi.cuda.tables import stream_of
+from torchtitan_magi.cuda.tables import stream_of, uploaded
 from torchtitan_magi.linear.backend import Tokens, own_dtypes, spread
 from torchtitan_magi.linear.once import once
 
@@ -148,7 +148,7 @@ class Fragments:
             return torch.tensor([*of_rows], dtype=torch.bool)
 
         def moved(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)
+            return uploaded(x, device)
 
         def cumulative(numbers: Sequence[int]) -> Tensor:
             x = torch.tensor(numbers).int()

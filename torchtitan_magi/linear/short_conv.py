@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_magi.cuda.tables import stream_of
+from torchtitan_magi.cuda.tables import stream_of, uploaded
 from torchtitan_magi.exchange.in_flight import Arrival
 from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.linear import conv_kernels
@@ -83,7 +83,7 @@ class ConvRows:
         tables = _tables(offset, edges, tokens, places)
         lent, lent_places = np.unique(np.concatenate([own, exchange.send_rows]), return_inverse=True)
         sent, before, own_rows, edges, lent, lent_places, *rest = (
-            torch.tensor(x).to(device, non_blocking=True)
+            uploaded(torch.tensor(x), device)
             for x in (exchange.send_rows, offset, own, edges, lent, lent_places, *tokens, *places, *tables)
         )
         taps = list(zip(rest[: width - 1], rest[width - 1 : 2 * width - 2], strict=True))
