@@ -1,6 +1,7 @@
 """What the host hands to the kernels, without GPUs: the driver's calls are written down instead of made."""
 
 import ctypes
+import functools
 import itertools
 import threading
 from types import SimpleNamespace
@@ -74,7 +75,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     monkeypatch.setattr(launch, "_make_context", lambda device: None)
     addresses = itertools.cycle(row.data_ptr() for row in counters)
-    monkeypatch.setattr(launch, "_counters", lambda device: (addresses, counters))
+    monkeypatch.setattr(launch, "_counters", lambda device, stream: (addresses, counters))
     caches = launch.load, launch.maps_over, rows._kernel, rows._sums_launch, rows._rounding
     for cache in caches:
         cache.cache_clear()
@@ -503,6 +504,21 @@ def test_more_units_than_kernels_count_are_refused(recorder):
     with pytest.raises(ValueError, match="the ffa kernels count to"):
         MOVER.add(returned, half)
     assert not recorder.launches
+
+
+def test_a_stream_takes_no_counter_of_another_however_far_ahead_it_is(monkeypatch):
+    """Two launches that run at the same time would hand out each other's items."""
+    zeros, current = torch.zeros, []
+    monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: current[-1], raising=False)
+    monkeypatch.setattr(launch, "_counters", functools.cache(launch._counters.__wrapped__))
+    taken = {}
+    for current[:] in ([1], [2], [1]):
+        found = (launch.next_counter(0) for _ in range(launch.NUM_COUNTERS))
+        taken.setdefault(current[0], set()).update(found)
+    assert not taken[1] & taken[2]
+    assert {len(counters) for counters in taken.values()} == {launch.NUM_COUNTERS}
 
 
 def test_counters_are_taken_in_turn(recorder):

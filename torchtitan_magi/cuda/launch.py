@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan_magi.cuda import driver, jit
 
-NUM_COUNTERS = 1024  # launches that may be in flight at once
+NUM_COUNTERS = 1024  # launches of a stream that may be in flight at once
 COUNTER_WORDS = 68  # int32 words of a counter, as many as any kernel needs
 
 Variant = tuple[tuple[str, int], ...]
@@ -31,16 +31,17 @@ def num_sms(device: int) -> int:
 
 
 @functools.cache
-def _counters(device: int) -> tuple[Iterator[int], Tensor]:
-    """The addresses of the counters in turn, and the tensor that holds them."""
+def _counters(device: int, stream: int) -> tuple[Iterator[int], Tensor]:
+    """The addresses of a stream's counters in turn, and the tensor that holds them. Another stream, which may be any
+    number of launches ahead, has its own. `stream`: the current one."""
     counters = torch.zeros(NUM_COUNTERS, COUNTER_WORDS, dtype=torch.int32, device=f"cuda:{device}")
-    torch.cuda.synchronize(device)  # other streams may use them next
     return itertools.cycle([row.data_ptr() for row in counters]), counters
 
 
 def next_counter(device: int) -> int:
-    """Address of COUNTER_WORDS int32 zeros; the kernel sets them back to zero when it ends."""
-    return next(_counters(device)[0])
+    """Address of COUNTER_WORDS int32 zeros, for a launch on the current stream; the kernel sets them back to zero when
+    it ends."""
+    return next(_counters(device, torch._C._cuda_getCurrentRawStream(device))[0])
 
 
 def copyable(x: Tensor) -> Tensor:
