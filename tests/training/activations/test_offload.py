@@ -1,7 +1,9 @@
 """Layers that offload what they save: gradients are those of layers that do not, and the GPU's memory is freed."""
 
 import gc
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.gpus import needs_hopper
@@ -242,6 +244,35 @@ def test_buffers_serve_tensors_of_about_their_size_and_any_strides():
     memory.give(large)
     assert memory.take(900) is large
     assert memory.take(500).numel() == 500
+
+
+@pytest.mark.parametrize(("sizes", "spread", "most"), [((1000,), 0.02, 1.3), ((200, 1000, 4000), 0.3, 1.6)])
+def test_sizes_that_change_from_step_to_step_pile_nothing_up(sizes, spread, most):
+    """As many bytes as experts' tokens have: the memory was sized for one step's."""
+    random, memory, new, peak = np.random.default_rng(0), HostMemory(False), 0, 0
+    for step in range(300):
+        wanted = (np.resize(sizes, 64) * random.lognormal(0, spread, 64)).astype(int)
+        peak, before = max(peak, wanted.sum()), {id(buffer) for buffer in memory._all}
+        held = [memory.take(int(num_bytes)) for num_bytes in wanted]
+        assert all(len(buffer) >= num_bytes for buffer, num_bytes in zip(held, wanted, strict=True))
+        assert len(set(map(id, held))) == 64
+        new += len({id(buffer) for buffer in memory._all} - before) if step else 0
+        for buffer in reversed(held):
+            memory.give(buffer)
+    assert memory.num_bytes < most * peak
+    assert new < 0.01 * 299 * 64  # to pin memory takes long
+
+
+def test_copies_are_done_before_a_buffer_makes_way(monkeypatch):
+    done = []
+    register = {"cudaHostRegister": lambda *_: 0, "cudaHostUnregister": lambda _: done.append("unpinned")}
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**register), raising=False)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda _: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    memory = HostMemory(True)
+    memory.give(memory.take(1000))
+    assert memory.take(1100).numel() == memory.num_bytes == 1100
+    assert done == ["waited", "unpinned"]
 
 
 class Rotated(torch.autograd.Function):

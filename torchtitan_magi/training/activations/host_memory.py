@@ -1,21 +1,25 @@
 """Pinned memory of the host, and copies to and from it on streams of their own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SLACK = 1.25  # a buffer serves tensors that need not much less
+SLACK = 1.25  # a buffer serves tensors that need not much less; all take not much more than was in use at once
 
 
 class HostMemory:
     """Memory that is pinned once and used again by each step.
 
     Buffers have the size that is asked for, where PyTorch's own cache of pinned memory rounds up to powers of two.
+    Sizes that change from step to step, as those of experts' tokens do, would ask for more and more: where all together
+    are SLACK times what was in use at once, a larger one serves, or those that are too small make way.
     """
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned, self._free, self._all = is_pinned, list[Tensor](), list[Tensor]()
+        self._most = 0  # bytes that were in use at once when a buffer was missing
 
     @property
     def num_bytes(self) -> int:
@@ -28,11 +32,14 @@ class HostMemory:
         Raises:
             RuntimeError: the host has no such memory left that can be pinned; one line with the remedy.
         """
-        fitting = [free for free in self._free if num_bytes <= free.numel() <= SLACK * num_bytes]
-        if fitting:
-            smallest = min(fitting, key=Tensor.numel)
-            self._free = [free for free in self._free if free is not smallest]
+        smallest = min((free for free in self._free if free.numel() >= num_bytes), key=Tensor.numel, default=None)
+        if smallest is not None and (smallest.numel() <= SLACK * num_bytes or not self._has_room(num_bytes)):
+            self._free = _without(self._free, smallest)
             return smallest
+        while not self._has_room(num_bytes) and self._free:
+            largest = max(self._free, key=Tensor.numel)
+            self._unpin([largest])
+            self._free, self._all = _without(self._free, largest), _without(self._all, largest)
         try:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             if self._is_pinned:
@@ -52,11 +59,24 @@ class HostMemory:
 
     def close(self) -> None:
         """Unpins and frees all; not while anything is in use."""
-        if self._is_pinned:
-            torch.cuda.synchronize()
-            for buffer in self._all:
-                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        self._unpin(self._all)
         self._all, self._free = [], []
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes more are not much more than are or were in use."""
+        in_use = self.num_bytes - sum(map(Tensor.numel, self._free)) + num_bytes
+        self._most = max(self._most, in_use)
+        return self.num_bytes + num_bytes <= SLACK * self._most
+
+    def _unpin(self, buffers: Sequence[Tensor]) -> None:
+        if self._is_pinned:
+            torch.cuda.synchronize()  # copies may still be under way
+            for buffer in buffers:
+                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+def _without(buffers: list[Tensor], one: Tensor) -> list[Tensor]:
+    return [buffer for buffer in buffers if buffer is not one]
 
 
 class Copies:
