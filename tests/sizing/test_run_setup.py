@@ -3,11 +3,13 @@
 import importlib
 import itertools
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
+from support.errors import value_errors
 from support.runs import IS_0_3, call
 
-from torchtitan_magi.models.pipeline_stages import layers_of_stages
+from torchtitan_magi.models.pipeline_stages import LOOPED, check_microbatches, layers_of_stages
 from torchtitan_magi.models.published import published_sizes
 from torchtitan_magi.sizing.activations import block_input
 from torchtitan_magi.sizing.gpus import H100
@@ -180,6 +182,20 @@ def test_a_pipeline_that_torchtitan_refuses_is_refused_in_one_line():
         layers_read(pipeline_parallel_microbatch_size=16)
     with pytest.raises(ValueError, match="layers_per_stage is 4, which makes 9 stages of 34 layers"):
         layers_read(pipeline_parallel_layers_per_stage=4)
+    with pytest.raises(ValueError, match=r"batch_size is 8, which makes 1 microbatches of 8 .* ranks needs 2 at least"):
+        layers_read(pipeline_parallel_microbatch_size=8)
+
+
+@pytest.mark.either
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_microbatches_are_refused_where_torch_refuses_them(schedule):
+    make = getattr(importlib.import_module("torch.distributed.pipelining"), f"Schedule{schedule}")
+    for pp, number in itertools.product((2, 3, 4), range(1, 13)):
+        stages = [MagicMock(num_stages=2 * pp, group_size=pp, group_rank=0) for _ in range(2)]
+        stages = stages if schedule == LOOPED else MagicMock(num_stages=pp)
+        by_torch = value_errors(make, [(stages, number)])
+        ours = value_errors(check_microbatches, [(2 * number, 2, pp, schedule)])
+        assert (by_torch == [None]) == (ours == [None]), f"{number} over {pp}"
 
 
 def test_more_than_the_host_has_may_not_fit():

@@ -220,6 +220,7 @@ def test_adapters_of_all_stages_are_trained_and_written():
     ("options", "message"),
     [
         ("--parallelism.pipeline_parallel_schedule ZBVZeroBubble", "schedule is 'ZBVZeroBubble'; use one of 1F1B, "),
+        ("--training.local_batch_size 1", "local_batch_size is 1, which makes 1 microbatches of 1 .* needs 2 at least"),
         ("--training.dataset dpo --magi.dpo.reference file", 'reference is "file", but a pipeline'),
         ("--parallelism.pipeline_parallel_first_stage_less_layers 9", "2 stages get 7 of 14 layers each, "),
     ],

@@ -67,6 +67,25 @@ def layers_of_parts(
     return tuple(tuple(next(layers) for name in part if name.startswith("layers.")) for part in parts)
 
 
+def check_microbatches(packs: int, size: int, pp: int, schedule: str) -> None:
+    """Checks that the schedule takes as many microbatches as a rank has packs / ``size`` at once.
+
+    Raises:
+        ValueError: one line that names the values and the remedy, for what torch refuses.
+    """
+    number, needed = packs // size, ""
+    if schedule == "1F1B" and number < pp:
+        needed = f"{pp} at least"
+    elif schedule == LOOPED and number > pp and number % (number // pp):
+        needed = f"at most {pp}, or a multiple of {pp}"
+    if needed:
+        raise ValueError(
+            f"training.local_batch_size is {packs}, which makes {number} microbatches of {size} "
+            f"(parallelism.pipeline_parallel_microbatch_size); {quoted(schedule)} over {pp} ranks needs {needed}: "
+            "change one of the two"
+        )
+
+
 def _needed(stages: int, pp: int, schedule: str) -> str | None:
     """How many stages the schedule needs, if it is not so many."""
     several = schedule == LOOPED

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.models.pipeline_stages import LOOPED, layers_of_parts, layers_of_stages
+from torchtitan_magi.models.pipeline_stages import LOOPED, check_microbatches, layers_of_parts, layers_of_stages
 from torchtitan_magi.models.shapes import Parameters, adapters_of, heads_of_rank, num_moe_layers, parameters_of
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.sizing.keeping.kinds import ALL, AUTO, INPUTS, OF_MODE, Keeping, parse
@@ -286,9 +286,12 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
             f"parallelism.pipeline_parallel_microbatch_size is {packs}, which does not divide "
             f"training.local_batch_size, {batch}; use one that does"
         )
+    schedule = read("parallelism.pipeline_parallel_schedule", "1F1B")
+    stage_layers = _read_stage_layers(read, model.num_layers, pp, schedule)
+    if pp > 1:
+        check_microbatches(batch, packs, pp, schedule)
     steps_of_batches = -(-max(read("training.global_batch_size", -1), 1) // (batch * copies * dp_shard))
     rank = read("magi.lora.rank", 0)
-    schedule = read("parallelism.pipeline_parallel_schedule", "1F1B")
     return Setup(
         model,
         read("training.seq_len", int),
@@ -314,7 +317,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         microbatches=steps_of_batches * batch // packs,
         schedule=schedule,
         at_once=batch // packs,
-        stage_layers=_read_stage_layers(read, model.num_layers, pp, schedule),
+        stage_layers=stage_layers,
         lora_rank=rank,
         lora_targets=tuple(read("magi.lora.target_modules", [*LORA_TARGETS])) if rank else (),
         reference=_has_reference(read),

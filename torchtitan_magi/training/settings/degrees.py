@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig
-from torchtitan_magi.models.pipeline_stages import layers_of_parts, layers_of_stages
+from torchtitan_magi.models.pipeline_stages import check_microbatches, layers_of_parts, layers_of_stages
 from torchtitan_magi.training.settings.options import DPO_DATASET, EXPERTS, LoRA
 from torchtitan_magi.wording import quoted
 
@@ -136,6 +136,8 @@ def check_pipeline(job: Any, model: ModelConfig) -> None:
             parallelism.pipeline_parallel_last_stage_less_layers,
             parallelism.pipeline_parallel_layers_per_stage,
         )
+    size = parallelism.pipeline_parallel_microbatch_size
+    check_microbatches(job.training.local_batch_size, size, degree, schedule)
     if model.tied:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree is {degree}, but tie_word_embeddings does not go with it: the first "
