@@ -216,6 +216,12 @@ def test_adapters_of_all_stages_are_trained_and_written():
         torch.testing.assert_close(written[name], weight, rtol=0, atol=1e-5)  # the learning rate is 3e-3
 
 
+def test_gradients_of_several_passes_are_added_up():
+    """Between them the stages compute the reference, which has no backward."""
+    options = [*pairs(), "--magi.lora.rank", "4"]
+    check(run({"pp": 2}, *options, "--training.local_batch_size", "2"), run({}, *options))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,7 +1,8 @@
 """A model in the stages of a pipeline: passes of torch's schedule whose microbatches have plans of their own."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +31,8 @@ class Pipeline:
     ) -> None:
         self.schedule, self.parts, self.is_first, self.is_last, self.loss = schedule, parts, is_first, is_last, loss
         name = "_initialize_stages" if hasattr(schedule, "_initialize_stages") else "_initialize_stage"
-        uncounted = expert_counts_kept(parts)  # it runs the stages to look at them, which is no training of experts
-        setattr(schedule, name, uncounted(getattr(schedule, name)))
+        kept, uncounted = _gradients_kept(parts), expert_counts_kept(parts)  # it runs the stages to look at them
+        setattr(schedule, name, kept(uncounted(getattr(schedule, name))))
         if is_last:
             parts[-1]._skip_lm_head = True  # the loss calls the output layer, as torchtitan's chunked loss does
             self.last = LogprobModel(parts[-1], compiled)
@@ -104,6 +105,18 @@ def _run_microbatches(schedule: Any, backward: bool, **given: Any) -> None:
         stage.has_backward = backward
         stage.clear_runtime_states()
     schedule._step_microbatches(**given, return_outputs=False)
+
+
+@contextmanager
+def _gradients_kept(parts: Sequence[Any]) -> Iterator[None]:
+    """Keeps those of a step's earlier passes; also a decorator. torch sets stages up anew wherever passes with and
+    without backward take turns, and leaves FSDP's parameters without gradients."""
+    kept = [(parameter, parameter.grad) for part in parts for parameter in part.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    yield
+    for parameter, gradient in kept:
+        parameter.grad = gradient
 
 
 class _OutputOnly:
