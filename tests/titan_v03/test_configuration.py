@@ -178,7 +178,7 @@ def check_shares(name, num_experts, degrees, option):
     job = SimpleNamespace(
         model=SimpleNamespace(name=name, flavor="hf"),
         checkpoint=SimpleNamespace(**checkpoint),
-        parallelism=SimpleNamespace(expert_parallel_degree=dims.ep),
+        parallelism=SimpleNamespace(expert_parallel_degree=dims.ep, tensor_parallel_degree=dims.tp),
     )
     experts = Experts(num_experts, 2, 48, True)
     check_experts(job, experts, ranks_of_experts(job, dims, experts))
@@ -209,6 +209,11 @@ def test_experts_that_ranks_do_not_share_alike_are_named_before_files_are_read()
         (("gpt_oss", 4, {"dp_shard": 3}, load), None),
         (("qwen3", 4, {"dp_shard": 3}, "load_only"), None),
         (("qwen3", 4, {"dp_shard": 2, "tp": 3}, load), None),
+        (
+            ("gpt_oss", 4, {"tp": 5}, load),
+            "tensor_parallel_degree is 5, which does not divide the width of the experts",
+        ),
+        (("gpt_oss", 5, {"tp": 5, "ep": 5}, load), None),
     ]
     found = call(value_errors, check_shares, [case for case, _ in cases])
     for message, (_, part) in zip(found, cases, strict=True):

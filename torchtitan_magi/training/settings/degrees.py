@@ -58,7 +58,8 @@ def check_experts(job_config: Any, experts: Experts | None, ranks: int | None) -
     Raises:
         ValueError: one line that names the value and the remedy.
     """
-    degree, flavor = job_config.parallelism.expert_parallel_degree, job_config.model.flavor
+    parallelism, flavor = job_config.parallelism, job_config.model.flavor
+    degree, tp = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
     if degree > 1 and experts is None:
         raise ValueError(
             f"parallelism.expert_parallel_degree is {degree}, but model.flavor {quoted(flavor)} has no experts; set "
@@ -68,6 +69,12 @@ def check_experts(job_config: Any, experts: Experts | None, ranks: int | None) -
         raise ValueError(
             f"parallelism.expert_parallel_degree is {degree}, which does not divide the {experts.num_experts} experts "
             f"of model.flavor {quoted(flavor)}; use a degree that does"
+        )
+    are_split = degree == 1 or getattr(parallelism, "expert_tensor_parallel_degree", 1) > 1
+    if experts is not None and are_split and experts.hidden_dim % tp:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree is {tp}, which does not divide the width of the experts, "
+            f"{experts.hidden_dim}; use a degree that does, or an expert_parallel_degree above 1"
         )
     if experts is not None and ranks is not None:
         _check_files_of_experts(job_config.checkpoint, experts.num_experts, ranks)
