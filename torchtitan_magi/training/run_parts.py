@@ -9,7 +9,7 @@ from torchtitan_magi.linear.choose import check_heads
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.training.batches.given_rollouts import GivenRollouts, given_rollouts
-from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
+from torchtitan_magi.training.batches.pack_loader import FromTheStart, PackLoader, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
 from torchtitan_magi.training.batches.run_length import RunLength, set_run_length
@@ -120,7 +120,7 @@ class RunParts:
     def validation_data(self, section: Any, place: tuple[int, int], stock: Callable[[], Any]) -> PlannedLoader:
         """One pass over the data of [validation], likewise; sets nothing."""
         if section.dataset not in OUR_DATASETS:
-            return self._planned(stock())
+            return self._planned(FromTheStart(stock()))
         return self._planned(build_dataloader(section, *place, self.tokenizer, self.job_config, False))
 
     def _planned(self, loader: Any) -> PlannedLoader:

@@ -241,3 +241,15 @@ class TextLoader:
                 yield tokens, labels
             else:
                 yield tokens | {"documents": documents_from_positions(positions)}, labels
+
+
+class FromTheStart:
+    """A loader of torchtitan's, every pass over which begins with its first batch. By itself it goes on behind the last
+    one that was loaded, be it only ahead of its use."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.state_dict, self.start = loader, loader.state_dict, loader.state_dict()
+
+    def __iter__(self) -> Any:
+        self.loader.load_state_dict(self.start)
+        return iter(self.loader)
