@@ -21,6 +21,7 @@ from torchtitan_magi.training.process.run_folder import keep_log
 from torchtitan_magi.training.settings.checks import check_model
 from torchtitan_magi.training.settings.model_folder import check_vocabulary
 from torchtitan_magi.training.settings.options import OUR_DATASETS
+from torchtitan_magi.wording import quoted
 
 
 class RunParts:
@@ -118,8 +119,17 @@ class RunParts:
         return None if self.run_length is None else self.run_length.epoch_at(step)
 
     def validation_data(self, section: Any, place: tuple[int, int], stock: Callable[[], Any]) -> PlannedLoader:
-        """One pass over the data of [validation], likewise; sets nothing."""
+        """One pass over the data of [validation], likewise; sets nothing.
+
+        Raises:
+            ValueError: one line, where ranks may have different numbers of batches.
+        """
         if section.dataset not in OUR_DATASETS:
+            if section.steps == -1 and place[0] > 1:
+                raise ValueError(
+                    f"validation.steps is -1, but {place[0]} data-parallel ranks may have different numbers of batches "
+                    f"of dataset {quoted(section.dataset)}, and would wait for each other; set it to a number"
+                )
             return self._planned(FromTheStart(stock()))
         return self._planned(build_dataloader(section, *place, self.tokenizer, self.job_config, False))
 
