@@ -101,6 +101,13 @@ def test_the_stock_entry_point_names_ours():
     assert trees == f"magi.share_prefixes is true, which torchtitan's own entry point does not know; {remedy}"
 
 
+def test_the_stock_entry_point_refuses_copies_without_fsdp():
+    """Its gradients, of a loss per token of all ranks, would be those of one process divided by the copies."""
+    copies = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"]
+    messages = ["replicate_degree is 2, but without FSDP", "start it with torchrun -m torchtitan_magi.train, or use"]
+    assert_one_line(error_of(copies, 2), messages)
+
+
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [

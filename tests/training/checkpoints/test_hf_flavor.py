@@ -123,7 +123,7 @@ def test_tied_weights_train_with_0_2_2_except_under_fsdp_alone(kind):
         degrees = ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1"]
     if IS_0_3 or kind == "qwen3":
         alone = train(1, [*two, *batch(4)])
-        both = train(2, [*two, *degrees, *batch(4 if IS_0_3 else 2)])
+        both = train(2, [*two, *degrees, *batch(4 if IS_0_3 else 2)], entry="torchtitan_magi.train")
         assert both.losses == pytest.approx(alone.losses, rel=1e-5)
 
 

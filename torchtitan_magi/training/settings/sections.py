@@ -277,7 +277,12 @@ def _check_validation(job_config: Any) -> None:
 
 
 def _check_objective(job_config: Any, has_objectives: bool) -> None:
-    magi, training = job_config.magi, job_config.training
+    magi, training, copies = job_config.magi, job_config.training, job_config.parallelism.data_parallel_replicate_degree
+    if not has_objectives and copies == rank_and_size()[1] > 1:  # by DDP, which takes the mean of gradients
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree is {copies}, but without FSDP torchtitan's own entry point "
+            f"divides gradients by that; start it with {ENTRY}, or use data_parallel_shard_degree"
+        )
     ours = {
         f"training.dataset is {training.dataset!r}": training.dataset in (DPO_DATASET, ROLLOUTS_DATASET),
         'magi.loss_per is "document"': magi.loss_per == "document",
