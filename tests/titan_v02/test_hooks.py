@@ -214,6 +214,7 @@ def test_degrees_that_torchtitan_ignores_or_ends_in_assertions():
         (4, "tp=2 etp=2"): ["expert_tensor_parallel_degree is 2", "no effect", "set it to 1"],
         (4, "tp=4 ep=2"): ["expert_parallel_degree is 2 and each expert on 2 ranks", "FSDP is off", "of 4"],
         (4, "dp_replicate=2 dp_shard=1 tp=2 ep=2"): ["each expert on 2 ranks", "use data_parallel_shard_degree or"],
+        (4, "dp_replicate=2 dp_shard=1 tp=2"): ["replicate_degree is 2 and tensor_parallel_degree 2", "use data_par"],
     }
     cases = [(size, {k: int(v) for k, v in (pair.split("=") for pair in text.split())}) for size, text in wrong]
     said = call(value_errors, lay_out, [*fine, *cases])

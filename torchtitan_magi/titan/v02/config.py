@@ -154,6 +154,15 @@ def check_expert_degrees(dims: Any) -> None:
         )
 
 
+def check_copies(dims: Any) -> None:
+    """Raises ValueError for copies that tensor parallelism shards, without FSDP: DDP gives them no gradients."""
+    if dims.dp_replicate > 1 < dims.tp and not dims.fsdp_enabled:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree is {dims.dp_replicate} and tensor_parallel_degree {dims.tp}, "
+            "which DDP does not go with; use data_parallel_shard_degree or context_parallel_degree"
+        )
+
+
 def check_experts(job_config: Any, experts: Experts | None) -> None:
     """Checks whether the model's experts can be spread as the configuration says.
 

@@ -36,7 +36,7 @@ from torchtitan.tools import profiling, utils
 from torchtitan_magi.attention.op import attention_op
 from torchtitan_magi.sizing.keeping.kinds import ATTENTION, AUTO, INPUTS, PRODUCTS
 from torchtitan_magi.titan.v02.attention import PlanMetadata
-from torchtitan_magi.titan.v02.config import check_expert_degrees, check_expert_tensor_degree
+from torchtitan_magi.titan.v02.config import check_copies, check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.titan.v02.cpu import TorchOfExperts
 from torchtitan_magi.titan.v02.experts import GateStyle, LayerStyle, prepare_input, token_dispatch
 from torchtitan_magi.titan.v02.models import check_name
@@ -200,6 +200,7 @@ def _validate(stock: Any, dims: ParallelDims) -> None:
     check_expert_tensor_degree(dims)
     stock(dims)  # also works out data_parallel_shard_degree where it is -1
     check_expert_degrees(dims)
+    check_copies(dims)
 
 
 def _guard(stock: Any, checkpointer: CheckpointManager, *args: Any, states: dict[str, Any], **kwargs: Any) -> None:
