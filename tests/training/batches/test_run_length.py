@@ -91,7 +91,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_that_are_iterated(folder, name):
-    """From the beginning, and from states of a run with other batches."""
+    """From the beginning, and from states of a run with other batches. Epochs count the packs that were given out."""
     case = {"epochs": 2} | CASES[name]
     found, loader = begun(loader_of(folder, **case), case["epochs"])
     number_of_batches = 0
@@ -101,10 +101,13 @@ def test_steps_are_those_that_are_iterated(folder, name):
     assert number_of_batches == found.training.steps * loader.batches_per_step > 20
     assert states[-1]["exhausted"]
     assert json.loads(states[0]["state"])["schedule"] == {"steps": found.training.steps, "warmup": 2}
+    assert loader.run_length.epoch_at(found.training.steps) == case["epochs"]
     for step in (1, found.training.steps // 2, found.training.steps - 1):
         other, rest = begun(loader_of(folder, **case | {"batch": 4, "per_step": 1}), case["epochs"])
         resume(rest, states[step * loader.batches_per_step - 1])
         rest.run_length.resume(step, schedulers(9), build)
+        assert rest.run_length.epoch_at(step) == loader.run_length.epoch_at(step) > 0
+        assert rest.run_length.epoch_at(other.training.steps) == case["epochs"]
         assert other.training.steps == step + len(list(rest))
 
 

@@ -187,8 +187,17 @@ class PackedDataset(IterableDataset, Stateful):
 
         Raises ValueError as `iter()`.
         """
-        cursor = Cursor() if state_dict is None else Cursor.from_state_dict(state_dict["cursor"])
-        return self._stream.counts(cursor)
+        return self._stream.counts(self._cursor_of(state_dict))
+
+    def packs_before(self, state_dict: dict[str, Any] | None = None) -> int:
+        """How many packs, over all ranks, were given out up to a state; None: that before the first pack."""
+        cursor = self._cursor_of(state_dict)
+        to_come = next(self._stream.counts(cursor)).packs if cursor.given else 0  # of a window that is counted whole
+        return cursor.counts.packs - to_come
+
+    @staticmethod
+    def _cursor_of(state_dict: dict[str, Any] | None) -> Cursor:
+        return Cursor() if state_dict is None else Cursor.from_state_dict(state_dict["cursor"])
 
     def first_items(self, most: int) -> list[Sample]:
         """Items of the first packs of all ranks, in the order in which steps of one pack take them. No position

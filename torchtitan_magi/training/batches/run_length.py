@@ -51,11 +51,12 @@ class RunLength:
         self.sections, self.epochs, self.loader = sections, epochs, loader
         self.steps_given, self.warmup_given = sections.training.steps, sections.lr_scheduler.warmup_steps
         self.packs_per_step = loader.batch_size * loader.batches_per_step * loader.dataset.dp_world_size
-        self.packs_per_epoch = 0.0  # where they have not been counted
+        self.passes: Passes | None = None  # where packs have not been counted
+        self.begun_at = self.packs_before = 0  # step, and packs, at which this process begins
 
     def epoch_at(self, step: int) -> float | None:
         """How often the data have been gone through after a step; None where their packs have not been counted."""
-        return step * self.packs_per_step / self.packs_per_epoch if self.packs_per_epoch else None
+        return None if self.passes is None else self._epochs(self.passes, step)
 
     def begin(self) -> None:
         """Sets the length of a run from the first pack on. With ``magi.epochs`` a collective of all ranks, which waits
@@ -85,6 +86,7 @@ class RunLength:
             build: (optimizers, steps) -> such a container.
         """
         before, saved = self.loader.schedule, self.loader.saved_schedule
+        self.begun_at, self.packs_before = step, self.loader.dataset.packs_before(self.loader.position)
         if self.epochs != -1:
             counts = self.loader.dataset.count_packs(self.loader.position)
             self._set(self._steps(sum(count.packs for count in counts), step))
@@ -174,17 +176,17 @@ class RunLength:
         return Passes(counts.packs, self.loader.dataset.packs_per_epoch(counts), counts)
 
     def _say_fewer(self, passes: Passes) -> None:
-        if self._epochs(passes) > MANY_EPOCHS:
+        if self._epochs(passes, self.sections.training.steps) > MANY_EPOCHS:
             self._say(passes, "set magi.epochs for fewer", logging.WARNING)
         else:
             self._say(passes, "")
 
     def _say(self, passes: Passes, text: str, level: int = logging.INFO) -> None:
-        steps, self.packs_per_epoch = self.sections.training.steps, passes.per_epoch
+        steps, self.passes = self.sections.training.steps, passes
         about = "" if passes.is_exact else "about "
         epoch = (round(passes.per_epoch), "pack"), (passes.per_epoch / self.packs_per_step, "step")
         per_epoch = " and ".join(amount(number, noun) for number, noun in epoch)
-        epochs = amount(self._epochs(passes), "epoch")
+        epochs = amount(self._epochs(passes, steps), "epoch")
         run = f"{amount(steps, 'step')} are {about}{epochs}{f': {text}' if text else ''}"
         if is_first_rank():
             logger.log(level, f"The data are {about}{per_epoch} per epoch; {run}")
@@ -192,12 +194,12 @@ class RunLength:
                 shared = passes.counts.sharing(self.packs_per_step, passes.per_epoch)
                 logger.info(f"magi.share_prefixes: {shared}")
 
-    def _epochs(self, passes: Passes) -> float:
-        """How many epochs the run has."""
-        steps = self.sections.training.steps
-        if passes.is_whole and steps * self.packs_per_step >= passes.packs:  # the last step may be filled up
+    def _epochs(self, passes: Passes, step: int) -> float:
+        """How many epochs have been gone through after a step. Steps before this process may have had other packs."""
+        packs = self.packs_before + (step - self.begun_at) * self.packs_per_step
+        if passes.is_whole and packs >= passes.packs:  # the last step may be filled up
             return self.epochs
-        return steps * self.packs_per_step / passes.per_epoch
+        return packs / passes.per_epoch
 
 
 def set_run_length(sections: Any, job_config: Any, loader: PackLoader) -> None:
