@@ -297,6 +297,20 @@ def test_padding_holds_large_integers_exactly(pad_value):
     assert sorted(torch.cat(shares).tolist()) == sorted([0, 1, 2, pad_value])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_packs_are_padded_under_autocast_of_another_dtype(dtype):
+    plan = magi.make_plan(magi.varlen_causal([0, 3]), 3, 2)
+    x = torch.arange(3, dtype=dtype)
+
+    def padded(transport):
+        with torch.autocast("cpu", torch.bfloat16):
+            return magi.dispatch(x, plan, transport, 9)
+
+    shares = torch.cat(Loopback(2).run(padded))
+    assert shares.dtype == dtype
+    assert sorted(shares.tolist()) == [0, 1, 2, 9]
+
+
 def test_a_pack_without_tokens():
     x = torch.randn(0, 2, 8, requires_grad=True)
     out = magi.cp_varlen_attn(x, x, x, magi.make_plan(magi.varlen_causal([0]), 0, 1))

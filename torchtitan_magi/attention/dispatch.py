@@ -89,9 +89,10 @@ def _check_pad(dtype: torch.dtype, pad_value: float) -> None:
 
 
 def _take(x: Tensor, plan: AttnPlan, rank: int, pad_value: float) -> Tensor:
-    missing = plan.padded_tokens - plan.total_tokens
-    if missing:
-        x = torch.cat([x, x.new_full((missing, *x.shape[1:]), pad_value)])
+    if plan.padded_tokens > plan.total_tokens:
+        padded = x.new_full((plan.padded_tokens, *x.shape[1:]), pad_value)
+        padded[: plan.total_tokens] = x  # by torch.cat, autocast to bfloat16 would refuse float16, and the other way
+        x = padded
     return x.index_select(0, uploaded(torch.tensor(plan.ranks[rank].tokens), x.device))
 
 
