@@ -3,6 +3,7 @@ import itertools
 import threading
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as fwad
@@ -297,6 +298,12 @@ def test_padding_holds_large_integers_exactly(pad_value):
     assert sorted(torch.cat(shares).tolist()) == sorted([0, 1, 2, pad_value])
 
 
+def test_factors_of_scores_may_be_numbers_of_numpy():
+    x, slices = torch.randn(9, 2, 8), magi.varlen_causal([0, 9])
+    out, _ = magi.flex_flash_attn(x, x, x, slices, softmax_scale=np.float32(0.25), softcap=np.int64(3))
+    assert torch.equal(out, magi.flex_flash_attn(x, x, x, slices, softmax_scale=0.25, softcap=3.0)[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_packs_are_padded_under_autocast_of_another_dtype(dtype):
     plan = magi.make_plan(magi.varlen_causal([0, 3]), 3, 2)
@@ -543,6 +550,8 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.cp_varlen_attn(*[x[..., :0]] * 3, plan), r"\(8, 4, 0\).* D above 0"),
         (lambda x, plan: magi.flex_flash_attn(*[x[..., :0]] * 3, plan.slices), r"\(8, 4, 0\).* D above 0"),
         (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, softcap=-1.0), "softcap is -1.0; it must be a positive"),
+        (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, softcap=1e39), "softcap is 1e.39; .* that float32 holds"),
+        (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, softcap=10**400), "softcap is 10000.*that float32 holds"),
         (
             lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, sinks=x[0]),
             r"sinks are torch.float32 \(4, 8\) for 4 query",
@@ -585,7 +594,7 @@ def test_ops_keep_their_promises_to_compilers():
                 lambda x, plan, s=s, call=call: call(x, x, x, plan, softmax_scale=s),
                 f"softmax_scale is {s!r}; it must be a positive",
             )
-            for s in (0, -1.0, float("nan"), float("inf"), "1")
+            for s in (0, -1.0, float("nan"), float("inf"), 10**39, "1")
             for call in (magi.cp_varlen_attn, lambda *args, **kw: magi.flex_flash_attn(*args[:3], args[3].slices, **kw))
         ),
     ],

@@ -4,6 +4,7 @@ import itertools
 import re
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,11 +157,17 @@ def test_inputs_that_do_not_fit_are_named(change, message):
         magi.cp_gated_delta_rule(*change(inputs), plan)
 
 
-@pytest.mark.parametrize("scale", [0, -1.0, float("inf"), "1"])
+@pytest.mark.parametrize("scale", [0, -1.0, float("inf"), 1e39, 10**400, "1"])
 def test_the_scale_is_positive(scale):
     *inputs, _ = layer_inputs(10)
-    with one_line(r"it must be a positive number, K \*\* -0.5 by default"):
+    with one_line(r"it must be a positive number .* that float32 holds, K \*\* -0.5 by default"):
         magi.gated_delta_rule(*inputs, [0, 10], scale=scale)
+
+
+def test_the_scale_may_be_a_number_of_numpy():
+    *inputs, _ = layer_inputs(10)
+    out = magi.gated_delta_rule(*inputs, [0, 10], scale=np.float32(0.25))
+    assert torch.equal(out, magi.gated_delta_rule(*inputs, [0, 10], scale=0.25))
 
 
 def test_documents_end_with_the_tokens():

@@ -133,7 +133,7 @@ def cp_varlen_attn(
         return bind_plan(plan, transport, block_attn, *heads.counts, q.device, fp32_reduce, head_dims=heads.dims)
 
     handle = _handles.get_or_make(key, bind)
-    out, lse = attend(q, k, v, handle, _scale(softmax_scale, q), sinks, softcap)
+    out, lse = attend(q, k, v, handle, _scale(softmax_scale, q), sinks, float(softcap))
     return (out, lse) if return_lse else out
 
 
@@ -177,7 +177,7 @@ def flex_flash_attn(
         heads, block_attn = _heads_of(q, k, v), _block_attn(backend, deterministic, q, v)
         return bind_slices(slices, len(q), len(k), *heads.counts, block_attn, q.device, heads.dims)
 
-    return attend(q, k, v, _handles.get_or_make(key, bind), _scale(softmax_scale, q), sinks, softcap)
+    return attend(q, k, v, _handles.get_or_make(key, bind), _scale(softmax_scale, q), sinks, float(softcap))
 
 
 def _heads_of(q: Tensor, k: Tensor, v: Tensor) -> Heads:
@@ -195,7 +195,7 @@ def _scale(softmax_scale: float | None, q: Tensor) -> float:
     if softmax_scale is None:
         return float(q.shape[-1] ** -0.5)
     check_scale(softmax_scale)
-    return softmax_scale
+    return float(softmax_scale)
 
 
 def _checked_options(backend: str, deterministic: bool | None) -> bool:

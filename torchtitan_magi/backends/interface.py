@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from torchtitan_magi.planning.cost_model import H200, CostModel, Heads, KernelCo
 from torchtitan_magi.tiles import KEYS
 from torchtitan_magi.wording import quoted
 
+MOST = torch.finfo(torch.float32).max  # of a factor of scores, which are float32
 LATE_MARGIN = 1.25  # how much longer than predicted an exchange may take before a kernel that hides it waits
 
 
@@ -156,14 +158,18 @@ class BlockAttn(Protocol):
 
 
 def check_scale(softmax_scale: float) -> None:
-    """Raises ValueError for a scale of the scores that is not a positive, finite number."""
-    if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < float("inf"):
+    """Raises ValueError for a scale of the scores that is no positive number, or one beyond float32."""
+    if not isinstance(softmax_scale, Real) or not 0 < softmax_scale <= MOST:
         raise ValueError(
-            f"softmax_scale is {quoted(softmax_scale)}; it must be a positive number, D ** -0.5 by default"
+            f"softmax_scale is {quoted(softmax_scale)}; it must be a positive number of Python or NumPy that float32 "
+            "holds, D ** -0.5 by default"
         )
 
 
 def check_softcap(softcap: float) -> None:
-    """Raises ValueError for a softcap that is negative or not finite."""
-    if not isinstance(softcap, (int, float)) or not 0 <= softcap < float("inf"):
-        raise ValueError(f"softcap is {quoted(softcap)}; it must be a positive number, or 0 for none")
+    """Raises ValueError for a softcap that is no number of at least 0, or one beyond float32."""
+    if not isinstance(softcap, Real) or not 0 <= softcap <= MOST:
+        raise ValueError(
+            f"softcap is {quoted(softcap)}; it must be a positive number of Python or NumPy that float32 holds, or 0 "
+            "for none"
+        )

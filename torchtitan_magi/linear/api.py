@@ -1,7 +1,9 @@
 """The public calls: gated delta rule and short convolution of a rank's tokens by a plan, and of one device's."""
 
+from numbers import Real
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
@@ -177,8 +179,11 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: fl
     _check_one_device(tokens._asdict())
     if scale is None:
         return tokens, float(q.shape[2] ** -0.5)
-    if not isinstance(scale, int | float) or not 0 < scale < float("inf"):
-        raise ValueError(f"scale is {quoted(scale)}; it must be a positive number, K ** -0.5 by default")
+    if not isinstance(scale, Real) or not 0 < scale <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"scale is {quoted(scale)}; it must be a positive number of Python or NumPy that float32 holds, K ** -0.5 "
+            "by default"
+        )
     return tokens, float(scale)
 
 
