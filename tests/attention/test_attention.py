@@ -332,10 +332,25 @@ def test_a_pack_without_tokens():
 def test_another_default_device_changes_nothing():
     x = torch.randn(9, 2, 8)
     slices = magi.varlen_causal([0, 4, 9])
-    expected = magi.flex_flash_attn(x, x, x, slices)
-    with torch.device("meta"):
-        for got, want in zip(magi.flex_flash_attn(x, x, x, AttnSlices(slices.table[::-1])), expected, strict=True):
-            assert torch.equal(got, want)
+    expected, _ = magi.flex_flash_attn(x, x, x, slices)
+    plan = magi.make_plan(slices, 9, 2)
+
+    def results(transport):
+        with torch.device("meta"):
+            alone, _ = magi.flex_flash_attn(x, x, x, AttnSlices(slices.table[::-1]))
+            share = magi.dispatch(x, plan, transport)
+            out = magi.cp_varlen_attn(share, share, share, plan, transport)
+            return alone, magi.undispatch(out, plan, transport)
+
+    for alone, whole in Loopback(2).run(results):
+        assert torch.equal(alone, expected)
+        torch.testing.assert_close(whole, expected)
+
+
+def test_what_comes_back_to_the_pack_may_be_changed_in_place():
+    x, plan = torch.randn(3, 2, requires_grad=True), magi.make_plan(magi.varlen_causal([0, 3]), 3, 1)
+    magi.undispatch(magi.dispatch(x, plan, None), plan, None).mul_(2).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
 
 
 def test_public_calls_keep_few_bytes_of_index_data_and_let_go_of_them(monkeypatch):

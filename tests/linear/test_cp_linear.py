@@ -134,6 +134,23 @@ def test_plans_of_packs(pack, cp_size):
     check_conv(cu_seqlens, plan, 4)
 
 
+def test_another_default_device_changes_nothing():
+    plan = magi.make_plan(magi.varlen_causal([0, 90, 150]), 157, 2)
+    (x, weight, dout), inputs = conv_inputs(157, 4), layer_inputs(157)
+
+    def results(mesh):
+        convolved = conv_of_ranks(plan, mesh, x, weight, dout)
+        return convolved + delta_rule_of_ranks(plan, mesh, inputs[:-1], inputs[-1])
+
+    def elsewhere(mesh):
+        with torch.device("meta"):
+            return results(mesh)
+
+    others = of_all_ranks(plan, elsewhere)  # first, before anything is kept
+    for found, own in zip(others, of_all_ranks(plan, results), strict=True):
+        assert all(map(torch.equal, found, own))
+
+
 TREES = {
     "three answers": ([30, 9, 1, 20], [-1, 0, 0, 0]),
     "a conversation with branches": ([20, 10, 8, 12, 5, 6, 7], [-1, 0, 0, 1, 1, 4, 0]),

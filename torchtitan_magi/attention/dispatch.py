@@ -3,6 +3,7 @@
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -93,14 +94,18 @@ def _take(x: Tensor, plan: AttnPlan, rank: int, pad_value: float) -> Tensor:
         padded = x.new_full((plan.padded_tokens, *x.shape[1:]), pad_value)
         padded[: plan.total_tokens] = x  # by torch.cat, autocast to bfloat16 would refuse float16, and the other way
         x = padded
-    return x.index_select(0, uploaded(torch.tensor(plan.ranks[rank].tokens), x.device))
+    tokens = torch.tensor(plan.ranks[rank].tokens, device="cpu")
+    return x.index_select(0, uploaded(tokens, x.device))
 
 
 def _gather(x_local: Tensor, plan: AttnPlan, transport: Transport) -> Tensor:
     gathered = x_local.new_empty(plan.padded_tokens, *x_local.shape[1:])
     transport.all_gather(gathered, x_local.contiguous())
-    tokens = uploaded(torch.cat([torch.tensor(share.tokens) for share in plan.ranks]), x_local.device)
-    return torch.empty_like(gathered).index_copy_(0, tokens, gathered)[: plan.total_tokens]
+    tokens = np.concatenate([share.tokens for share in plan.ranks])
+    rows = np.empty_like(tokens)
+    rows[tokens] = np.arange(len(tokens))
+    own = torch.tensor(rows[: plan.total_tokens], device="cpu")
+    return gathered.index_select(0, uploaded(own, x_local.device))  # no view: it may change in place
 
 
 class _Dispatch(torch.autograd.Function):

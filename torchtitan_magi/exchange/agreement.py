@@ -141,7 +141,8 @@ class PlanAgreement:
         group = self.group()
         if group is None:
             raise RuntimeError("the group has ended")
-        everyone = torch.empty(len(self.ranks), 3, dtype=torch.int64)
-        dist.all_gather_into_tensor(everyone, torch.tensor([[self.first_cp_rank, *mine]]), group=group)
+        everyone = torch.empty(len(self.ranks), 3, dtype=torch.int64, device="cpu")
+        own = torch.tensor([[self.first_cp_rank, *mine]], device="cpu")
+        dist.all_gather_into_tensor(everyone, own, group=group)
         values: list[list[int]] = everyone.tolist()
         return values

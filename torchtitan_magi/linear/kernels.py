@@ -145,13 +145,16 @@ class Fragments:
         ]
 
         def flags(of_rows: Iterable[bool]) -> Tensor:
-            return torch.tensor([*of_rows], dtype=torch.bool)
+            return torch.tensor([*of_rows], dtype=torch.bool, device="cpu")
 
         def moved(x: Tensor) -> Tensor:
             return uploaded(x, device)
 
+        def integers(numbers: Sequence[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int32, device="cpu")
+
         def cumulative(numbers: Sequence[int]) -> Tensor:
-            x = torch.tensor(numbers).int()
+            x = integers(numbers)
             entered = torch.cat([x[:1], x.diff().clamp(min=0)]).cumsum(0).int()
             prepared: Tensor = prepare_varlen_metadata(moved(x), entered)
             return prepared
@@ -162,7 +165,7 @@ class Fragments:
             fragments=cumulative([*chain(*fragments), end[-1]]),
             first=first,
             rows=cumulative(rows),
-            first_row=moved(torch.tensor([0, *accumulate(len(starts) for _, starts in scanned)]).int()),
+            first_row=moved(integers([0, *accumulate(len(starts) for _, starts in scanned)])),
             scanned=numbers,
             mapped=[numbers.index(i) for i in mapped],
             groups=groups,
@@ -180,8 +183,8 @@ def _cut(
     library = _library()
     size, bounds = library.CHUNK_SIZE, [*pairwise([0, *accumulate(lengths)])]
     chosen = library.build_cp_context(  # of tensors on the host: no wait for the GPU
-        torch.tensor([0, *lengths]).cumsum(0).int(), enable_intra=True, num_v_heads=num_heads, chunk_size=size,
-        is_train=True, force_intra_cp=max((lengths[i] for i in mapped), default=0) > LONG,
+        torch.tensor([0, *lengths], device="cpu").cumsum(0).int(), enable_intra=True, num_v_heads=num_heads,
+        chunk_size=size, is_train=True, force_intra_cp=max((lengths[i] for i in mapped), default=0) > LONG,
     )  # fmt: skip
     if chosen.is_intra:
         starts = chosen.intra_cp_cu_seqlens.tolist()

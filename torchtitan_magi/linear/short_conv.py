@@ -83,7 +83,7 @@ class ConvRows:
         tables = _tables(offset, edges, tokens, places)
         lent, lent_places = np.unique(np.concatenate([own, exchange.send_rows]), return_inverse=True)
         sent, before, own_rows, edges, lent, lent_places, *rest = (
-            uploaded(torch.tensor(x), device)
+            uploaded(torch.tensor(x, device="cpu"), device)
             for x in (exchange.send_rows, offset, own, edges, lent, lent_places, *tokens, *places, *tables)
         )
         taps = list(zip(rest[: width - 1], rest[width - 1 : 2 * width - 2], strict=True))
