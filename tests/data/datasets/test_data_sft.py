@@ -11,11 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import one_line
 from support.numbered_records import SEQ_LEN, dataset, flats, tokenize, write
 from support.streams import assert_nothing_is_lost, join, resume, take, with_small_blocks
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_magi.data import IGNORE_INDEX, collate_packs
+from torchtitan_magi.data import (
+    IGNORE_INDEX,
+    PackedSFTDataset,
+    TokenizedAnswers,
+    TokenizedDocument,
+    TokenizedPairs,
+    collate_packs,
+)
 from torchtitan_magi.sizing.sample_packs import draw_lengths
 
 blocks = with_small_blocks(200)
@@ -272,12 +280,40 @@ def test_record_that_the_tokenizer_refuses_is_named(corpus, tmp_path):
         ({"window_blocks": 0}, "window_blocks is 0; give"),
         ({"dp_rank": 2, "dp_world_size": 2}, "dp_rank is 2 of 2; give"),
         ({"seed": -1}, "seed is -1; give"),
+        ({"seq_len": 64.0}, "seq_len is 64.0; give an integer"),
+        ({"seed": None}, "seed is None; give an integer"),
+        ({"epochs": 1.5}, "epochs is 1.5; give an integer"),
+        ({"packs_per_step": True}, "packs_per_step is True; give an integer"),
+        ({"shuffle": "no"}, "shuffle is 'no'; use True or False"),
+        ({"dp_rank": "0"}, "dp_rank is '0' of 1; give"),
         ({"long_documents": "drop"}, "long_documents is 'drop'; use one of truncate, split"),
     ],
 )
 def test_arguments_out_of_range_are_refused(corpus, options, words):
     with pytest.raises(ValueError, match=words):
         dataset(corpus, **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask"),
+    [([1, 2, 3], [True, True]), ([0.5, 1.5], [True, True]), ([[1, 2]], [[True, True]]), (3, True)],
+)
+def test_tokens_that_do_not_fit_their_mask_name_the_record(tmp_path, tokens, mask):
+    """A mask of another length would shift the labels of all documents behind it."""
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"text": "a"}\n')
+    with one_line(r"records.jsonl:1: tokens are .* and their loss_mask is .*; give integers \[n\], and for each"):
+        list(PackedSFTDataset(path, lambda _: TokenizedDocument(np.array(tokens), np.array(mask)), 8, epochs=1))
+
+
+def test_answers_and_pairs_that_do_not_fit_are_refused():
+    one, weights = TokenizedDocument(np.arange(3), np.ones(3, bool)), (1.0,)
+    for given_ones in ({"weights": (1.0, 1.0)}, {"weights": weights, "logprobs": (np.zeros(2),)}):
+        with one_line(r"documents of \[3\] tokens have . weights and logprobs of .*; give each document a weight"):
+            TokenizedAnswers((one,), **given_ones)
+    for pair in ((0, 2), (-1, 0)):
+        with one_line("pairs are .*; number the answers from 0 to 1"):
+            TokenizedPairs(np.arange(2), (one, one), (pair,))
 
 
 def test_collate_stacks_rows_and_shifts_documents(corpus):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.errors import one_line
 
 from torchtitan_magi.data import IGNORE_INDEX, PackedSFTDataset, PackingCounts, TokenizedDocument, pack_best_fit
 from torchtitan_magi.data.packs import best_fit
@@ -18,6 +19,12 @@ def test_every_document_is_packed_once_and_no_pack_overflows(lengths, capacity):
     packs = pack_best_fit(np.array(lengths, dtype=np.int64), capacity)
     assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
     assert all(0 < sum(lengths[i] for i in pack) <= capacity for pack in packs)
+
+
+@pytest.mark.parametrize("lengths", [[5, 61], [0, 5], [-1], [1.5, 2.0]])
+def test_lengths_that_do_not_fit_a_pack_are_refused(lengths):
+    with one_line("lengths are from .* to .*; give integers from 1 to 60, the capacity of a pack"):
+        pack_best_fit(np.array(lengths), 60)
 
 
 @given(st.lists(st.integers(1, 50), max_size=100))

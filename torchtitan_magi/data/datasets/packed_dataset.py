@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.pack_options import PackOptions
+from torchtitan_magi.data.packs.pack_options import PackOptions, is_whole
 from torchtitan_magi.data.packs.plan_cache import PlanCache
 from torchtitan_magi.data.packs.stream import Pack, PackStream, WindowCount
 from torchtitan_magi.data.packs.window_plan import PACKING_VERSION, Cursor, Pieces, unreadable_state
@@ -99,8 +99,10 @@ class PackedDataset(IterableDataset, Stateful):
         token_cache: str | os.PathLike[str] | None = None,
         **options: Any,
     ):
-        if not 0 <= dp_rank < dp_world_size:
-            raise ValueError(f"dp_rank is {dp_rank} of {dp_world_size}; give a rank from 0 to dp_world_size - 1")
+        if not (is_whole(dp_rank, 0) and is_whole(dp_world_size, 1) and dp_rank < dp_world_size):
+            raise ValueError(
+                f"dp_rank is {quoted(dp_rank)} of {quoted(dp_world_size)}; give a rank from 0 to dp_world_size - 1"
+            )
         self.options, self.seq_len = PackOptions(seq_len, **options), seq_len
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         self.tokenizer = getattr(tokenize, "__self__", tokenize)  # the object of a bound method

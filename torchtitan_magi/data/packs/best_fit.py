@@ -13,11 +13,17 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
     lengths: integers [n], tokens, each in 1..capacity. Returns the document indices of every pack; each index occurs
     once. Deterministic. O(n log n) apart from list insertion: 100,000 documents take well under a second.
+
+    Raises ValueError for other lengths.
     """
+    lengths = np.asarray(lengths)
     if len(lengths) == 0:
         return []
-    smallest, largest = int(lengths.min()), int(lengths.max())
-    assert 1 <= smallest <= largest <= capacity, (smallest, largest, capacity)
+    smallest, largest = lengths.min(), lengths.max()
+    if lengths.dtype.kind not in "iu" or not 1 <= smallest <= largest <= capacity:
+        raise ValueError(
+            f"lengths are from {smallest} to {largest}; give integers from 1 to {capacity}, the capacity of a pack"
+        )
     packs: list[list[int]] = []
     open_packs: dict[int, list[int]] = {}  # free tokens -> packs with that many, if a document may still fit
     rooms: list[int] = []  # the keys of open_packs, ascending

@@ -3,10 +3,17 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
+
 from torchtitan_magi.data.packs.epoch_order import WINDOW_BLOCKS
 from torchtitan_magi.wording import quoted
 
 BadRecords = Literal["error", "skip"]
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a value is an integer of at least `least`, of Python or of NumPy."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
 
 
 @dataclass(frozen=True)
@@ -28,16 +35,16 @@ class PackOptions:
     packs_per_step: int = 1
 
     def __post_init__(self) -> None:
-        if self.seq_len < 1:
-            raise ValueError(f"seq_len is {self.seq_len}; give at least 1 token")
-        if self.window_blocks < 1:
-            raise ValueError(f"window_blocks is {self.window_blocks}; give at least 1 block")
-        if self.packs_per_step < 1:
-            raise ValueError(f"packs_per_step is {self.packs_per_step}; give at least 1 pack")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; give an integer >= 0")
-        if self.epochs < 1 and self.epochs != -1:
-            raise ValueError(f"epochs is {self.epochs}; give at least 1, or -1 for epochs without end")
+        for name, least in (("seq_len", 1), ("window_blocks", 1), ("packs_per_step", 1), ("seed", 0)):
+            if not is_whole(value := getattr(self, name), least):
+                raise ValueError(f"{name} is {quoted(value)}; give an integer of at least {least}")
+        if not is_whole(self.epochs, 1) and self.epochs != -1:
+            raise ValueError(
+                f"epochs is {quoted(self.epochs)}; give an integer of at least 1, or -1 for epochs without end"
+            )
+        for name in ("shuffle", "weighted", "share_prefixes", "share_labels"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} is {quoted(value)}; use True or False")
         if self.bad_records not in get_args(BadRecords):
             raise ValueError(f"bad_records is {quoted(self.bad_records)}; use one of {', '.join(get_args(BadRecords))}")
 

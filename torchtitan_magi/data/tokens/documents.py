@@ -12,11 +12,21 @@ class TokenizedDocument:
 
     tokens: int32 [n]; loss_mask: bool [n], true where the token is to be predicted; notes: what the chat template
     left out of the record, in words that are the same for all records it is true of.
+
+    Raises ValueError for other arrays.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        tokens, mask = np.asarray(self.tokens), np.asarray(self.loss_mask)
+        if tokens.ndim != 1 or mask.shape != tokens.shape or (len(tokens) and tokens.dtype.kind not in "iu"):
+            raise ValueError(
+                f"tokens are {tokens.dtype} {tokens.shape} and their loss_mask is {mask.dtype} {mask.shape}; give "
+                "integers [n], and for each whether it is to be predicted"
+            )
 
 
 @dataclass(frozen=True)
@@ -26,12 +36,23 @@ class TokenizedAnswers:
     documents: the conversation with each of them, prompt included; weights: how often each counts in the loss, 0 or
     more, or, of rollouts, its advantage, or its reward where they are ``rewarded``; logprobs: float32 [n] of each
     document, of its tokens under the policy that sampled them, NaN elsewhere; none where they are not known.
+
+    Raises ValueError for weights or logprobs of another number.
     """
 
     documents: tuple[TokenizedDocument, ...]
     weights: tuple[float, ...]
     rewarded: bool = False
     logprobs: tuple[np.ndarray, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = [len(document.tokens) for document in self.documents]
+        given = [len(values) for values in self.logprobs]
+        if len(self.weights) != len(sizes) or (given and given != sizes):
+            raise ValueError(
+                f"documents of {sizes} tokens have {len(self.weights)} weights and logprobs of {given}; give each "
+                "document a weight, and its tokens logprobs, or none of them"
+            )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -45,11 +66,17 @@ class TokenizedPairs:
 
     prompt: int32 [p], p >= 1; answers: each without the prompt, `loss_mask` true on the tokens to predict; pairs:
     numbers of the chosen and the rejected answer of each.
+
+    Raises ValueError for other numbers.
     """
 
     prompt: np.ndarray
     answers: tuple[TokenizedDocument, ...]
     pairs: tuple[tuple[int, int], ...] = ((0, 1),)
+
+    def __post_init__(self) -> None:
+        if not all(0 <= number < len(self.answers) for pair in self.pairs for number in pair):
+            raise ValueError(f"pairs are {self.pairs}; number the answers from 0 to {len(self.answers) - 1}")
 
     @property
     def notes(self) -> tuple[str, ...]:
