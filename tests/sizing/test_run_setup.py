@@ -9,7 +9,7 @@ import pytest
 from support.errors import value_errors
 from support.runs import IS_0_3, call
 
-from torchtitan_magi.models.pipeline_stages import LOOPED, check_microbatches, layers_of_stages
+from torchtitan_magi.models.pipeline_stages import LOOPED, check_adapters, check_microbatches, layers_of_stages
 from torchtitan_magi.models.published import published_sizes
 from torchtitan_magi.sizing.activations import block_input
 from torchtitan_magi.sizing.gpus import H100
@@ -184,6 +184,23 @@ def test_a_pipeline_that_torchtitan_refuses_is_refused_in_one_line():
         layers_read(pipeline_parallel_layers_per_stage=4)
     with pytest.raises(ValueError, match=r"batch_size is 8, which makes 1 microbatches of 8 .* ranks needs 2 at least"):
         layers_read(pipeline_parallel_microbatch_size=8)
+
+
+def test_stages_without_adapters_are_refused():
+    """Of layers with experts and without, and of linear and of full attention."""
+    sparse, hybrid = published_sizes("Qwen3-30B-A3B"), published_sizes("Qwen3.5-9B")
+    sparse = replace(sparse, experts=replace(sparse.experts, num_dense_layers=1))
+    check_adapters(sparse, [(0, 1), (2, 3)], ["experts"])
+    with pytest.raises(ValueError, match=r"\['experts'\], but stage 0 of the pipeline has layers 0 to 0, and none of"):
+        check_adapters(sparse, [(0,), (1, 2)], ["experts"])
+    check_adapters(hybrid, [(0, 1, 2, 3)], ["wo"])
+    with pytest.raises(ValueError, match=r"\['wo'\], but stage 1 of the pipeline has layers 4 to 6, and none of these"):
+        check_adapters(hybrid, [(0, 1, 2, 3), (4, 5, 6)], ["wo"])
+    stages = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": LOOPED}
+    read = read_of(**stages, pipeline_parallel_last_stage_less_layers=11)
+    setup_of(read, LLAMA, 1)
+    with pytest.raises(ValueError, match="but stage 3 of the pipeline has no layers"):
+        setup_of(lambda name, default: 4 if name == "magi.lora.rank" else read(name, default), LLAMA, 1)
 
 
 @pytest.mark.either

@@ -229,6 +229,10 @@ def test_gradients_of_several_passes_are_added_up():
         ("--training.local_batch_size 1", "local_batch_size is 1, which makes 1 microbatches of 1 .* needs 2 at least"),
         ("--training.dataset dpo --magi.dpo.reference file", 'reference is "file", but a pipeline'),
         ("--parallelism.pipeline_parallel_first_stage_less_layers 9", "2 stages get 7 of 14 layers each, "),
+        (
+            "--magi.lora.rank 4 --parallelism.pipeline_parallel_schedule Interleaved1F1B",
+            "target_modules is .*, but stage 3 of the pipeline has no layers, and none of these matrices; add other",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_named(options, message):

@@ -1,8 +1,11 @@
 """Which layers of a model each stage of a pipeline has."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
+from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.models.shapes import adapters_of
 from torchtitan_magi.wording import quoted
 
 LOOPED = "Interleaved1F1B"  # the schedule under which a rank has several stages, two if nothing is said
@@ -65,6 +68,27 @@ def layers_of_parts(
         raise ValueError(f"{option} has {len(parts)} stages; {quoted(schedule)} over {pp} ranks needs {needed}")
     layers = iter(range(num_layers))
     return tuple(tuple(next(layers) for name in part if name.startswith("layers.")) for part in parts)
+
+
+def model_of_layers(model: ModelConfig, layers: Sequence[int]) -> ModelConfig:
+    """One that has some of the model's layers, numbered from 0 in their order."""
+    experts, windows = model.experts, model.windows
+    moe = experts and replace(experts, num_dense_layers=sum(layer < experts.num_dense_layers for layer in layers))
+    linear = model.linear and model.linear.among(layers)
+    chosen = tuple(windows[layer] for layer in layers) if windows else ()
+    return replace(model, num_layers=len(layers), windows=chosen, experts=moe, linear=linear)
+
+
+def check_adapters(model: ModelConfig, stages: Sequence[Sequence[int]], targets: Collection[str]) -> None:
+    """Raises ValueError, one line, for a stage without low-rank adapters, whose optimizer would have no weights."""
+    for number, layers in enumerate(stages):
+        if not adapters_of(model_of_layers(model, layers), 1, targets):
+            has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers"
+            raise ValueError(
+                f"magi.lora.target_modules is {quoted([*targets])}, but stage {number} of the pipeline has {has}, and "
+                "none of these matrices; add other ones, or share layers out otherwise by parallelism.module_fqns_per_"
+                "model_part"
+            )
 
 
 def check_microbatches(packs: int, size: int, pp: int, schedule: str) -> None:

@@ -8,7 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.models.pipeline_stages import LOOPED, check_microbatches, layers_of_parts, layers_of_stages
+from torchtitan_magi.models.pipeline_stages import (
+    LOOPED,
+    check_adapters,
+    check_microbatches,
+    layers_of_parts,
+    layers_of_stages,
+    model_of_layers,
+)
 from torchtitan_magi.models.shapes import Parameters, adapters_of, heads_of_rank, num_moe_layers, parameters_of
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.sizing.keeping.kinds import ALL, AUTO, INPUTS, OF_MODE, Keeping, parse
@@ -220,11 +227,7 @@ class Setup:
                 yield replace(stage, in_flight=self._in_flight(rank))  # of all ranks behind at most as many
 
     def _stage(self, rank: int, layers: tuple[int, ...]) -> "Setup":
-        experts, model = self.model.experts, self.model
-        moe = experts and replace(experts, num_dense_layers=sum(layer < experts.num_dense_layers for layer in layers))
-        windows = tuple(model.windows[layer] for layer in layers) if model.windows else ()
-        linear = model.linear and model.linear.among(layers)
-        model = replace(model, num_layers=len(layers), windows=windows, experts=moe, linear=linear)
+        model = model_of_layers(self.model, layers)
         keeping = tuple(self.keeping[layer] for layer in layers) if self.keeping else ()
         first, last = not rank, rank == self.pp - 1
         return replace(self, model=model, keeping=keeping, has_embedding=first, has_output=last)
@@ -288,10 +291,13 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         )
     schedule = read("parallelism.pipeline_parallel_schedule", "1F1B")
     stage_layers = _read_stage_layers(read, model.num_layers, pp, schedule)
+    rank = read("magi.lora.rank", 0)
+    targets = tuple(read("magi.lora.target_modules", [*LORA_TARGETS])) if rank else ()
     if pp > 1:
         check_microbatches(batch, packs, pp, schedule)
+        if rank:
+            check_adapters(model, stage_layers, targets)
     steps_of_batches = -(-max(read("training.global_batch_size", -1), 1) // (batch * copies * dp_shard))
-    rank = read("magi.lora.rank", 0)
     return Setup(
         model,
         read("training.seq_len", int),
@@ -319,7 +325,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         at_once=batch // packs,
         stage_layers=stage_layers,
         lora_rank=rank,
-        lora_targets=tuple(read("magi.lora.target_modules", [*LORA_TARGETS])) if rank else (),
+        lora_targets=targets,
         reference=_has_reference(read),
         logits_again=read("training.dataset", str) in ("dpo", "rollouts"),
         offload=read("training.enable_cpu_offload", False),

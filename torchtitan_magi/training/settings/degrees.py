@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig
-from torchtitan_magi.models.pipeline_stages import check_microbatches, layers_of_parts, layers_of_stages
+from torchtitan_magi.models.pipeline_stages import check_adapters, check_microbatches, layers_of_parts, layers_of_stages
 from torchtitan_magi.training.settings.options import DPO_DATASET, EXPERTS, LoRA
 from torchtitan_magi.wording import quoted
 
@@ -133,9 +133,9 @@ def check_pipeline(job: Any, model: ModelConfig) -> None:
             f"use one of {', '.join(SCHEDULES)}: others split the backward, which this attention does not"
         )
     if parts := parallelism.module_fqns_per_model_part:
-        layers_of_parts(parts, model.num_layers, degree, schedule)
+        stages = layers_of_parts(parts, model.num_layers, degree, schedule)
     else:
-        layers_of_stages(
+        stages = layers_of_stages(
             model.num_layers,
             degree,
             schedule,
@@ -143,6 +143,8 @@ def check_pipeline(job: Any, model: ModelConfig) -> None:
             parallelism.pipeline_parallel_last_stage_less_layers,
             parallelism.pipeline_parallel_layers_per_stage,
         )
+    if (lora := job.magi.lora).rank:
+        check_adapters(model, stages, lora.target_modules)
     size = parallelism.pipeline_parallel_microbatch_size
     check_microbatches(job.training.local_batch_size, size, degree, schedule)
     if model.tied:
