@@ -226,12 +226,12 @@ def test_gradients_of_several_passes_are_added_up():
     ("options", "message"),
     [
         ("--parallelism.pipeline_parallel_schedule ZBVZeroBubble", "schedule is 'ZBVZeroBubble'; use one of 1F1B, "),
-        ("--training.local_batch_size 1", "local_batch_size is 1, which makes 1 microbatches of 1 .* needs 2 at least"),
+        ("--training.local_batch_size 1", "local_batch_size is 1, and .*_size 1: .* needs 2 at least; change"),
         ("--training.dataset dpo --magi.dpo.reference file", 'reference is "file", but a pipeline'),
         ("--parallelism.pipeline_parallel_first_stage_less_layers 9", "2 stages get 7 of 14 layers each, "),
         (
             "--magi.lora.rank 4 --parallelism.pipeline_parallel_schedule Interleaved1F1B",
-            "target_modules is .*, but stage 3 of the pipeline has no layers, and none of these matrices; add other",
+            r"target_modules is .*, but stage 3 of the pipeline, with layers \[\], has none of these matrices; add",
         ),
     ],
 )

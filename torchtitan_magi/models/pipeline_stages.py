@@ -83,11 +83,10 @@ def check_adapters(model: ModelConfig, stages: Sequence[Sequence[int]], targets:
     """Raises ValueError, one line, for a stage without low-rank adapters, whose optimizer would have no weights."""
     for number, layers in enumerate(stages):
         if not adapters_of(model_of_layers(model, layers), 1, targets):
-            has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers"
             raise ValueError(
-                f"magi.lora.target_modules is {quoted([*targets])}, but stage {number} of the pipeline has {has}, and "
-                "none of these matrices; add other ones, or share layers out otherwise by parallelism.module_fqns_per_"
-                "model_part"
+                f"magi.lora.target_modules is {quoted([*targets])}, but stage {number} of the pipeline, with layers "
+                f"{quoted([*layers])}, has none of these matrices; add other ones, or share layers out otherwise by "
+                "parallelism.module_fqns_per_model_part"
             )
 
 
@@ -104,9 +103,9 @@ def check_microbatches(packs: int, size: int, pp: int, schedule: str) -> None:
         needed = f"at most {pp}, or a multiple of {pp}"
     if needed:
         raise ValueError(
-            f"training.local_batch_size is {packs}, which makes {number} microbatches of {size} "
-            f"(parallelism.pipeline_parallel_microbatch_size); {quoted(schedule)} over {pp} ranks needs {needed}: "
-            "change one of the two"
+            f"training.local_batch_size is {packs}, and parallelism.pipeline_parallel_microbatch_size {size}: the "
+            f"number of microbatches is {number}, but {quoted(schedule)} over {pp} ranks needs {needed}; change one of "
+            "the two"
         )
 
 
