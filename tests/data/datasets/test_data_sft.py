@@ -306,6 +306,16 @@ def test_tokens_that_do_not_fit_their_mask_name_the_record(tmp_path, tokens, mas
         list(PackedSFTDataset(path, lambda _: TokenizedDocument(np.array(tokens), np.array(mask)), 8, epochs=1))
 
 
+@pytest.mark.parametrize("made", [None, ([1], [True])])
+def test_a_tokenizer_that_returns_no_document_is_named_with_the_record(tmp_path, made):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"text": "a"}\n')
+    with one_line(
+        "records.jsonl:1: tokenize returned '(NoneType|tuple)'; return TokenizedDocument or TokenizedAnswers"
+    ):
+        list(PackedSFTDataset(path, lambda _: made, 8, epochs=1))
+
+
 def test_answers_and_pairs_that_do_not_fit_are_refused():
     one, weights = TokenizedDocument(np.arange(3), np.ones(3, bool)), (1.0,)
     for given_ones in ({"weights": (1.0, 1.0)}, {"weights": weights, "logprobs": (np.zeros(2),)}):

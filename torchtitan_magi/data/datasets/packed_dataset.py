@@ -81,6 +81,7 @@ class PackedDataset(IterableDataset, Stateful):
     """
 
     kind: ClassVar[str]  # of records: "documents", "rollouts" or "pairs"
+    made: ClassVar[tuple[type, ...]]  # one of which `tokenize` returns
 
     @staticmethod
     @abstractmethod
@@ -119,7 +120,7 @@ class PackedDataset(IterableDataset, Stateful):
             options = self.options
             name = f"{self.records.fingerprint} {options.seed} {options.shuffle} {options.weighted}"
             return TokenCache(Path(folder), self.records, self.tokenizer, self.kind, name)
-        batch = getattr(self.tokenizer, self.kind, None) or functools.partial(_attempt_each, tokenize)
+        batch = getattr(self.tokenizer, self.kind, None) or functools.partial(_attempt_each, tokenize, self.made)
         return TokenizedHere(self.records, batch)
 
     @abstractmethod
@@ -296,8 +297,14 @@ class PackedDataset(IterableDataset, Stateful):
         }
 
 
-def _attempt_each(tokenize: Callable[[Any], Any], records: list[Any]) -> list[Any]:
-    return [attempt(tokenize, record) for record in records]
+def _attempt_each(tokenize: Callable[[Any], Any], made: tuple[type, ...], records: list[Any]) -> list[Any]:
+    def checked(record: Any) -> Any:
+        if not isinstance(found := tokenize(record), made):
+            names = " or ".join(each.__name__ for each in made)
+            raise ValueError(f"tokenize returned {quoted(type(found).__name__)}; return {names}")
+        return found
+
+    return [attempt(checked, record) for record in records]
 
 
 def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sample:

@@ -221,7 +221,7 @@ class PackedPairDataset(PackedDataset):
     tokens.
     """
 
-    kind = "pairs"
+    kind, made = "pairs", (TokenizedPairs,)
     parse = staticmethod(parse_pair)
 
     def __init__(self, *args: Any, shared_prompt: bool = True, **options: Any):

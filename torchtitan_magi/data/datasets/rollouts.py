@@ -17,6 +17,7 @@ from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.data.packs.stream import Pack
 from torchtitan_magi.data.packs.window_plan import Pieces
 from torchtitan_magi.data.records.rollout_format import parse_rollouts
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.wording import quoted_path
 
@@ -56,7 +57,7 @@ class PackedRolloutDataset(PackedDataset):
             log-probabilities are needed.
     """
 
-    kind = "rollouts"
+    kind, made = "rollouts", (TokenizedAnswers,)
     parse = staticmethod(parse_rollouts)
 
     def __init__(self, *args: Any, scale_rewards: bool = True, on_policy: bool = False, **options: Any):

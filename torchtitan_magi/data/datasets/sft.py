@@ -16,6 +16,7 @@ from torchtitan_magi.data.packs.prefix_trees import paths_of
 from torchtitan_magi.data.packs.stream import Pack
 from torchtitan_magi.data.packs.window_plan import Pieces
 from torchtitan_magi.data.records.formats import parse_document
+from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.wording import quoted, quoted_path
 
@@ -45,7 +46,7 @@ class PackedSFTDataset(PackedDataset):
       record with "completions" are documents, each of which counts as often as its weight says.
     """
 
-    kind = "documents"
+    kind, made = "documents", (TokenizedDocument, TokenizedAnswers)
     parse = staticmethod(parse_document)
 
     def __init__(self, *args: Any, long_documents: LongDocuments = "truncate", **options: Any):
