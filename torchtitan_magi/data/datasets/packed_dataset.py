@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.pack_options import PackOptions, is_whole
+from torchtitan_magi.data.packs.pack_options import PackOptions, is_integer
 from torchtitan_magi.data.packs.plan_cache import PlanCache
 from torchtitan_magi.data.packs.stream import Pack, PackStream, WindowCount
 from torchtitan_magi.data.packs.window_plan import PACKING_VERSION, Cursor, Pieces, unreadable_state
@@ -100,7 +100,7 @@ class PackedDataset(IterableDataset, Stateful):
         token_cache: str | os.PathLike[str] | None = None,
         **options: Any,
     ):
-        if not (is_whole(dp_rank, 0) and is_whole(dp_world_size, 1) and dp_rank < dp_world_size):
+        if not (is_integer(dp_rank, 0) and is_integer(dp_world_size, 1) and dp_rank < dp_world_size):
             raise ValueError(
                 f"dp_rank is {quoted(dp_rank)} of {quoted(dp_world_size)}; give a rank from 0 to dp_world_size - 1"
             )

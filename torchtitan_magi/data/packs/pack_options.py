@@ -11,7 +11,7 @@ from torchtitan_magi.wording import quoted
 BadRecords = Literal["error", "skip"]
 
 
-def is_whole(value: object, least: int) -> bool:
+def is_integer(value: object, least: int) -> bool:
     """Whether a value is an integer of at least `least`, of Python or of NumPy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
 
@@ -36,9 +36,9 @@ class PackOptions:
 
     def __post_init__(self) -> None:
         for name, least in (("seq_len", 1), ("window_blocks", 1), ("packs_per_step", 1), ("seed", 0)):
-            if not is_whole(value := getattr(self, name), least):
+            if not is_integer(value := getattr(self, name), least):
                 raise ValueError(f"{name} is {quoted(value)}; give an integer of at least {least}")
-        if not is_whole(self.epochs, 1) and self.epochs != -1:
+        if not is_integer(self.epochs, 1) and self.epochs != -1:
             raise ValueError(
                 f"epochs is {quoted(self.epochs)}; give an integer of at least 1, or -1 for epochs without end"
             )
