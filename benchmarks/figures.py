@@ -90,7 +90,8 @@ def _source(name: str) -> str:
     found = result(name)
     gpus = int(found.get("num_gpus") or found.get("gpus") or 1)
     device = found.get("device") or found["processor"]
-    what = f"{gpus} x {device}, torch {found['torch']}" if "torch" in found else device
+    versions = (f", {name} {found[name]}" for name in ("torch", "torchtitan") if found.get(name))
+    what = f"{gpus} x {device}{''.join(versions)}" if "torch" in found else device
     command = re.sub(r" --(commit|output|json) \S+", "", found["command"])
     path = f"../../benchmarks/results/{name}.json"
     of_rows = (row["commit"] for row in found.get("rows", ()) if "commit" in row)

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,15 @@ def facts_of_run(commit: str | None) -> dict[str, str | None]:
         head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=root, check=False)
         commit = head.stdout.strip()
     program = Path(sys.argv[0]).resolve()
+    try:
+        torchtitan = version("torchtitan")
+    except PackageNotFoundError:
+        torchtitan = None
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
+        "torchtitan": torchtitan,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "commit": commit,

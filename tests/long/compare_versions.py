@@ -167,7 +167,6 @@ def main() -> None:
     layouts: dict[str, Any] = {}
     found = facts_of_run(None) | {
         "processor": platform.processor() or platform.machine(),
-        "torchtitan": TITAN,
         "layouts": layouts,
     }
     failed = False

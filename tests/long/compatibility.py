@@ -346,7 +346,7 @@ def main() -> None:
         text = verdicts_table({"verdict": rows}, [*OPTIONS, "extra"])
         arguments.output.write_text(f"{text}\n\n{refusals(rows)}\n")
     elif len(rows) == len(cells()) and not arguments.gpu:
-        found = {"command": "python tests/long/compatibility.py", "torchtitan": TITAN, "cells": rows}
+        found = {"command": "python tests/long/compatibility.py", "cells": rows}
         save(facts_of_run(None) | found, RESULTS / f"compatibility_{TITAN}.json")
     sys.exit(any(row["verdict"] == "FAILS" for row in rows))
 

@@ -73,7 +73,7 @@ def main() -> None:
             except TrainingError as error:
                 failed = True
                 print(f"{path.name} FAILED: {error}", flush=True)
-    save(facts_of_run(None) | {"torchtitan": TITAN, "losses": losses}, RESULTS / f"start_configs_{TITAN}.json")
+    save(facts_of_run(None) | {"losses": losses}, RESULTS / f"start_configs_{TITAN}.json")
     sys.exit(failed)
 
 
