@@ -8,7 +8,7 @@ parallelism does not.
 from dataclasses import dataclass
 
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
-from torchtitan_magi.models.shapes import block_of, num_moe_layers, parameters_of
+from torchtitan_magi.models.shapes import adapters_of, block_of, num_moe_layers, parameters_of
 from torchtitan_magi.sizing.activations import CHUNK, blocks_of, kept_of_block, kinds_of_layers
 from torchtitan_magi.sizing.gpus import (
     BESIDE_COPIES,
@@ -197,7 +197,7 @@ def _rule(setup: Setup, gpu: Gpu) -> float:
 def _passes(setup: Setup) -> float:
     """Bytes that a forward reads and writes beside its products, in all layers: of each block two norms and residuals
     and SwiGLU; of attention rotary positions, and a gate; of linear attention the short convolution, lengths of
-    queries and keys, and the norm with a gate."""
+    queries and keys, and the norm with a gate; of low-rank adapters twice the inputs and outputs of their layers."""
     model, heads = setup.model, setup.heads
     width = model.hidden_dim // setup.tp
     if model.experts is not None:
@@ -213,6 +213,8 @@ def _passes(setup: Setup) -> float:
         count * (10 * setup.local_dim + 3 * width + mixers[is_linear])
         for is_linear, count in kinds_of_layers(setup).items()
     )
+    if setup.lora_rank:  # those of experts are added to weights
+        elements += 2 * adapters_of(model, 1, {*setup.lora_targets} - {"experts"}) // setup.tp
     return setup.tokens * elements * setup.compute_bytes * (1 if setup.compiled else 2)
 
 
