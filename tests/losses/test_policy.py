@@ -18,6 +18,14 @@ def test_losses_by_hand():
     torch.testing.assert_close(kl_estimates(ratio.log(), torch.zeros(5)), 1 / ratio + ratio.log() - 1)
 
 
+@pytest.mark.parametrize(("advantage", "wanted"), [(1.0, (-1 - HIGH, 0.0)), (0.0, (0.0, 0.0))])
+def test_a_clipped_loss_has_no_gradient_however_large_the_ratio(advantage, wanted):
+    logprobs = torch.tensor([100.0], requires_grad=True)  # more than float32's exponential has
+    loss = policy_losses(logprobs, torch.zeros(1), torch.tensor([advantage]), (LOW, HIGH))
+    found = loss.item(), torch.autograd.grad(loss, logprobs)[0].item()
+    assert found == pytest.approx(wanted)
+
+
 def numbers():
     """By answer: log-probabilities under the policy, the sampler and the reference, [answers, MAX_LENGTH]; advantages;
     which tokens there are."""

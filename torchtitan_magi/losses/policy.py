@@ -1,9 +1,11 @@
 """The loss of tokens that a policy sampled, by the advantage of their answer: a clipped policy gradient."""
 
+import math
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 Normalization = Literal["grpo", "dapo", "dr_grpo"]
@@ -14,16 +16,18 @@ def policy_losses(
 ) -> Tensor:
     """The loss of each token, PPO's (arXiv 1707.06347, equation 7): -min(r A, clamp(r, 1 - low, 1 + high) A).
 
+    That is -A times the smaller of r and 1 + high, or for A < 0 the larger of r and 1 - low. It is cut before the
+    exponential: where it is clipped it has a gradient of 0, also where r is more than the dtype has.
+
     Args:
         logprobs: float [N], log-probabilities of sampled tokens under the policy that is trained.
         behaviour: float [N], those under the policy that sampled them; r is the ratio of the probabilities.
         advantage: float [N], A of the answer that each token is in.
         clip: low and high; both alike in GRPO (arXiv 2402.03300), the second larger in DAPO (arXiv 2503.14476).
     """
-    ratio = (logprobs - behaviour).exp()
-    low, high = clip
-    clipped = ratio.clamp(1 - low, 1 + high)
-    return -(ratio * advantage).minimum(clipped * advantage)
+    low, high = map(math.log1p, (-clip[0], clip[1]))
+    log_ratio = logprobs - behaviour
+    return -advantage * torch.where(advantage < 0, log_ratio.clamp(min=low), log_ratio.clamp(max=high)).exp()
 
 
 def kl_estimates(logprobs: Tensor, reference: Tensor) -> Tensor:
