@@ -62,11 +62,11 @@ def sections(steps=DEFAULT_STEPS, warmup=2, total_steps=None):
     return SimpleNamespace(training=SimpleNamespace(steps=steps), lr_scheduler=scheduler)
 
 
-def begun(loader, epochs=2, **options):
+def begun(loader, epochs=2, continues=False, **options):
     """The sections, and the loader with its length."""
     found = sections(**options)
     loader.run_length = RunLength(found, epochs, loader)
-    loader.run_length.begin()
+    loader.run_length.begin(continues)
     return found, loader
 
 
@@ -178,6 +178,24 @@ def test_a_learning_rate_that_is_planned_for_fewer_steps_is_named(folder):
         ValueError, match=r"total_steps is 7, but the run has \d+ steps; use at least as many, or leave"
     ):
         begun(loader_of(folder), total_steps=7)
+
+
+def test_a_resumed_run_fits_if_what_is_left_of_it_does(folder):
+    """Late in the data with fewer packs per step: it would have more steps from the beginning."""
+    found, loader = begun(loader_of(folder, batch=4))
+    planned, late = found.training.steps + 3, found.training.steps - 1
+    take(batches := iter(loader), late)
+    batches.close()
+
+    def resumed(total):
+        rest, more = begun(resume(loader_of(folder), loader.state_dict()), continues=True, total_steps=total)
+        assert rest.training.steps > total
+        more.run_length.resume(late, schedulers(9), build)
+        return rest.training.steps
+
+    assert late < resumed(planned) <= planned
+    with pytest.raises(ValueError, match=f"total_steps is {late}, but the run has"):
+        resumed(late)
 
 
 def test_a_run_without_epochs_says_how_many_it_has(folder, caplog, monkeypatch):

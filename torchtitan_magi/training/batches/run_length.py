@@ -14,6 +14,7 @@ from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank
 from torchtitan_magi.training.settings.options import DEFAULT_STEPS, check_schedule
+from torchtitan_magi.training.settings.resume import finished_steps, folder_of_checkpoints, step_to_load
 from torchtitan_magi.wording import amount
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,12 @@ class RunLength:
         """How often the data have been gone through after a step; None where their packs have not been counted."""
         return None if self.passes is None else self._epochs(self.passes, step)
 
-    def begin(self) -> None:
+    def begin(self, continues: bool = False) -> None:
         """Sets the length of a run from the first pack on. With ``magi.epochs`` a collective of all ranks, which waits
         without a time-out until each of them has the plans of all packs.
+
+        Args:
+            continues: whether a checkpoint is to be loaded, by which ``resume`` sets it again.
 
         Raises:
             ValueError: on all ranks, for a bad record that is found meanwhile, ranks that count differently, or more
@@ -74,8 +78,14 @@ class RunLength:
             passes = agreed(path, self._count, lambda found: f"{found.packs:,} packs")
             self._set(self._steps(passes.packs))
             self._say_steps(passes)
+        if not continues:
+            self.check()
         if is_first_rank():
             self._say_warmup()
+
+    def check(self) -> None:
+        """Raises ValueError, one line, for more steps than lr_scheduler.total_steps."""
+        check_schedule(self.sections.lr_scheduler.total_steps, self.sections.training.steps)
 
     def resume(self, step: int, schedulers: Any, build: Callable[[Any, int], Any]) -> None:
         """Sets the length of a run that continues after that step. With ``magi.epochs`` it has what is left of the
@@ -84,12 +94,16 @@ class RunLength:
         Args:
             schedulers: torchtitan's container of the schedulers of the learning rate, which go on by this run's length.
             build: (optimizers, steps) -> such a container.
+
+        Raises:
+            ValueError: more steps than lr_scheduler.total_steps.
         """
         before, saved = self.loader.schedule, self.loader.saved_schedule
         self.begun_at, self.packs_before = step, self.loader.dataset.packs_before(self.loader.position)
         if self.epochs != -1:
             counts = self.loader.dataset.count_packs(self.loader.position)
             self._set(self._steps(sum(count.packs for count in counts), step))
+        self.check()
         now = self.loader.schedule
         if saved and saved != now:
             logger.warning(
@@ -109,7 +123,6 @@ class RunLength:
     def _set(self, steps: int) -> None:
         scheduler = self.sections.lr_scheduler
         self.sections.training.steps = steps
-        check_schedule(scheduler.total_steps, steps)
         length = scheduler.total_steps or steps
         is_left = self.warmup_given == DEFAULT_WARMUP and length <= DEFAULT_WARMUP
         scheduler.warmup_steps = length // 5 if is_left else self.warmup_given
@@ -204,9 +217,11 @@ class RunLength:
 
 def set_run_length(sections: Any, job_config: Any, loader: PackLoader) -> None:
     """See ``RunLength``; nothing for a seed checkpoint, which has no steps."""
-    if not job_config.checkpoint.create_seed_checkpoint:
+    checkpoint = job_config.checkpoint
+    if not checkpoint.create_seed_checkpoint:
+        steps = finished_steps(folder_of_checkpoints(job_config)) if checkpoint.enable else []
         loader.run_length = RunLength(sections, job_config.magi.epochs, loader)
-        loader.run_length.begin()
+        loader.run_length.begin(continues=bool(steps) and step_to_load(checkpoint, steps) > 0)
 
 
 def resume(states: dict[str, Any], build: Callable[[Any, int], Any]) -> None:
@@ -216,8 +231,11 @@ def resume(states: dict[str, Any], build: Callable[[Any, int], Any]) -> None:
         states: the CheckpointManager's.
     """
     loader = getattr(states["dataloader"], "loader", None)
-    if isinstance(loader, PackLoader) and (step := states["train_state"].step) > 0:
-        loader.run_length.resume(step, states["lr_scheduler"], build)
+    if isinstance(loader, PackLoader) and loader.run_length is not None:
+        if (step := states["train_state"].step) > 0:
+            loader.run_length.resume(step, states["lr_scheduler"], build)
+        else:
+            loader.run_length.check()
 
 
 def _follow(schedulers: Any, build: Callable[[Any, int], Any], steps: int) -> None:
