@@ -351,6 +351,7 @@ def test_a_cost_model_survives_a_file(tmp_path):
         *({"merge": "6e-13"}, {"stage": None}, {"slowdown": [1]}, {"across": Link(1e-6, "fast")}),
         *({"merge": float("nan")}, {"stage": -1.0}, {"memory": 0.0}),
         *({"stage": 10**400}, {"inside": Link(1e-6, 10**400)}, {"slowdown": True}),
+        *({"slowdown": 1.5}, {"backward": replace(H200.backward, pair=0, pair_dim=0)}),
     ],
 )
 def test_what_is_no_cost_model_is_refused(tmp_path, content):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ from torchtitan_magi.models.model_config import read_model_config
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 from torchtitan_magi.planning.plan import make_plan
 from torchtitan_magi.planning.summary import describe_plan
+from torchtitan_magi.sizing import answer, sample_packs
 from torchtitan_magi.sizing import command as report
-from torchtitan_magi.sizing import sample_packs
 from torchtitan_magi.sizing.memory import describe, predict
 from torchtitan_magi.sizing.run_file import RunFile
 from torchtitan_magi.sizing.run_setup import setup_of
@@ -556,6 +557,10 @@ def test_that_training_takes_another_model_than_is_sized_is_said(run_file, size,
 
     assert f"model.flavor is '{flavor}', which training takes from torchtitan" in said(run_file('flavor = "hf"', given))
     assert "model.flavor" not in said(run_file())
+
+
+def test_a_thousand_epochs_are_not_1e03():
+    assert answer._length(SimpleNamespace(steps=9, hours=0.5, epochs=1234.5)) == "9 steps = 30 min; 1,234 epochs."
 
 
 def test_a_run_with_its_data_says_how_many_epochs_its_steps_are(run_file, size, tmp_path):

@@ -184,8 +184,11 @@ class CostModel:
             costs = {f.name: f.type(**values[f.name]) if f.type in _COMPOUND else values[f.name] for f in fields(cls)}
             if any(type(value) not in (int, float) or not 0 <= float(value) < math.inf for value in _figures(costs)):
                 raise ValueError("its figures must be numbers of at least 0")
-            if not min(costs["memory"], costs["inside"].bandwidth, costs["across"].bandwidth) > 0:
-                raise ValueError("bandwidths must be above 0")
+            pairs = [costs[name].pair + costs[name].pair_dim for name in ("forward", "backward")]
+            if not min(costs["memory"], costs["inside"].bandwidth, costs["across"].bandwidth, *pairs) > 0:
+                raise ValueError("bandwidths, and what a pair costs, must be above 0")
+            if costs["slowdown"] > 1:
+                raise ValueError("slowdown must be at most 1")
         except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             reason = one_line(f"{type(error).__name__}: {error}")
             raise ValueError(

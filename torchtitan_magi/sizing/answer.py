@@ -13,6 +13,7 @@ from torchtitan_magi.sizing.memory import GIB, describe, host_memory, predict, r
 from torchtitan_magi.sizing.predicted_run import PredictedRun
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.strategies.table import counted
+from torchtitan_magi.wording import amount
 
 WIDTH = 120
 
@@ -110,7 +111,7 @@ def _length(answer: Answer) -> str:
     if answer.steps is None or answer.hours is None:
         return "How many steps magi.epochs comes to, the data will say."
     text = f"{counted(answer.steps, 'step')} = {_hours(answer.hours)}"
-    return text + (f"; {answer.epochs:.3g} epochs." if answer.epochs else ".")
+    return text + (f"; {amount(answer.epochs, 'epoch')}." if answer.epochs else ".")
 
 
 def _hours(hours: float) -> str:
