@@ -20,7 +20,7 @@ from torchtitan_magi import open_trainer
 records = [json.loads(line) for line in open(sys.argv[1])]
 with open_trainer(sys.argv[2:]) as trainer:
     names = {name: [*tensor.shape, tensor.double().sum().item()] for name, tensor in trainer.weights()}
-    for wrong in ([], [{}], [records[0], {"prompt_ids": [1], "completions": []}], None):
+    for wrong in ([], [{}], [records[0], {"prompt_ids": [1], "completions": []}], None, records[0], 3):
         try:
             trainer.train_step(wrong)
         except ValueError as error:
@@ -39,7 +39,9 @@ REFUSED = (
     "rollouts is empty; give a step at least one record",
     'rollouts[0]: "completions" is None; write a list of objects',
     'rollouts[1]: "completions" is []; write a list of objects',
-    "rollouts is None on rank 0; give them there",
+    "rollouts is None on rank 0; give a list of records there",
+    "rollouts is {'prompt': ",
+    "rollouts is 3 on rank 0; give a list of records there",
     "training.steps is 5, and all of them are done; set it to more",
 )
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchtitan_magi.training.process.all_ranks import is_first_rank, of_first_rank
 from torchtitan_magi.training.trainer import ObjectiveTrainer
+from torchtitan_magi.wording import quoted
 
 
 class RolloutTrainer:
@@ -54,9 +55,9 @@ class RolloutTrainer:
         Raises:
             ValueError: `rollouts[index]: what; remedy`, and after the last step.
         """
-        given = of_first_rank(None if rollouts is None else list(rollouts))
-        if given is None:
-            raise ValueError("rollouts is None on rank 0; give them there")
+        given = of_first_rank([*rollouts] if isinstance(rollouts, Sequence | Iterator) else quoted(rollouts))
+        if isinstance(given, str):
+            raise ValueError(f"rollouts is {given} on rank 0; give a list of records there")
         self._trainer.last_words.note_step(self.step)
         return self._train_on(given)
 
