@@ -38,7 +38,12 @@ from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
-from torchtitan_magi.training.settings.resume import base_of_adapters
+from torchtitan_magi.training.settings.resume import (
+    base_of_adapters,
+    finished_steps,
+    folder_of_checkpoints,
+    step_to_load,
+)
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
 TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
@@ -307,8 +312,8 @@ class ObjectiveTrainer:
                 yield name, _whole(tensor)
 
     def _stopped(self) -> str:
-        checkpointer = self.checkpointer
-        return stopped(self.steps_done, checkpointer._find_load_step() if checkpointer.enable else -1)
+        steps = finished_steps(folder_of_checkpoints(self.job_config)) if self.checkpointer.enable else []
+        return stopped(self.steps_done, step_to_load(self.job_config.checkpoint, steps or [-1]))
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """A step of torchtitan's, with the items of all its microbatches counted before the first."""

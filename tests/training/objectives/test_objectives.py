@@ -192,6 +192,34 @@ def test_a_run_that_continues_has_steps_left(tmp_path):
     assert "training.steps is 3, but the run goes on from step 3, its last: it trains and saves nothing more" in warning
 
 
+def said_of_later_ones(folder, cases):
+    """What is said of continuing where there are whole checkpoints of steps 2 to 5, and the warnings."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchtitan_magi.training.settings import resume
+
+    for step in (2, 3, 4, 5):
+        path = f"{folder}/checkpoint/step-{step}"
+        dcp.save({"dataloader": {"state": torch.zeros(1)}}, checkpoint_id=path, no_dist=True)
+    warned = []
+    resume.logger.warning = warned.append
+    continued = ["--job.dump_folder", folder, "--checkpoint.enable", "--magi.no-verify_checkpoint"]
+    return errors_of([continued + case.split() for case in cases]), warned
+
+
+def test_checkpoints_later_than_that_of_load_step_are_not_kept_in_place_of_new_ones(tmp_path):
+    cases = ["--checkpoint.load_step 2 --checkpoint.interval 1 --checkpoint.keep_latest_k 2"]
+    cases += [f"{cases[0]} --checkpoint.interval 2", f"{cases[0]} --checkpoint.keep_latest_k 0", ""]
+    (refused, *taken), warned = call(said_of_later_ones, str(tmp_path), cases)
+    what = f"checkpoint.load_step is 2, but {tmp_path}/checkpoint has later checkpoints, up to step 5: "
+    assert refused.endswith(
+        f"{what}of those and this run's keep_latest_k = 2 keeps the former; move them away, or set it to 0"
+    )
+    assert taken == [None] * 3
+    assert len(warned) == 2
+    assert all(f"{what}the same command begins at step 2 again" in line for line in warned)
+
+
 def test_a_run_does_not_continue_from_weights_alone(tmp_path):
     last, whole, weights, none, *others = call(errors_of_continuing, str(tmp_path))
     for said, step, in_hf in ((last, 3, "true"), (weights, 2, "false")):
