@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from torchtitan_magi import open_trainer
 
@@ -32,10 +33,9 @@ class Sampler:
         self.ends = torch.tensor(self.tokenizer.eos_token_id if end is None else end).flatten()
 
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Takes the trainer's weights; others, such as an output layer tied to the embeddings, stay."""
-        own = self.model.state_dict()
-        for name, tensor in weights:
-            own[name].copy_(tensor)
+        """Takes the trainer's weights, whose names are those in files: transformers may have other ones in memory."""
+        whole = {name: tensor.to("cpu", copy=True) for name, tensor in weights}
+        self.model = type(self.model).from_pretrained(None, config=self.model.config, state_dict=whole)
 
     @torch.no_grad()
     def rollouts(self, step: int) -> list[dict[str, Any]]:
@@ -68,6 +68,7 @@ def rule(answer: str) -> float:
 
 
 def main() -> None:
+    disable_progress_bar()
     with open_trainer(sys.argv[1:]) as trainer:
         sampler = Sampler(trainer.folder) if trainer.is_first_rank else None
         while trainer.step < trainer.num_steps:

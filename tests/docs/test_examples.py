@@ -5,7 +5,8 @@ import re
 import runpy
 
 import pytest
-from support.hf_models import make_hf_folder
+import torch
+from support.hf_models import make_hf_folder, tensors_of
 from support.processes import python, torchrun
 from support.runs import ROOT, run_script
 
@@ -54,6 +55,17 @@ def test_answers_are_sampled_and_learned_on_any_number_of_ranks(tmp_path):
         assert (tmp_path / str(processes) / "checkpoint" / "step-4" / "config.json").is_file()
     assert found[0][0] == found[1][0]
     assert found[0] == pytest.approx(found[1], abs=0.02)  # a sampled token may change by rounding
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5"])
+def test_who_samples_takes_weights_by_their_names_in_files(kind):
+    """In memory transformers has the experts of a layer in one tensor, and other names of what sees no pictures."""
+    first, other = (make_hf_folder(kind, seed=seed) for seed in (0, 1))
+    Sampler = runpy.run_path(str(ROOT / "examples" / "rl_loop.py"))["Sampler"]
+    sampler, wanted, tokens = Sampler(first), Sampler(other).model, torch.arange(30)[None]
+    assert not torch.equal(sampler.model(tokens).logits, wanted(tokens).logits)
+    sampler.load((name, tensor) for name, tensor in tensors_of(other).items() if "visual" not in name)
+    assert torch.equal(sampler.model(tokens).logits, wanted(tokens).logits)
 
 
 def test_a_sampled_answer_ends_at_any_end_that_the_model_has(tmp_path):
