@@ -163,11 +163,12 @@ def test_the_end_of_turn_joins_those_of_the_source(dataset, caplog):
     assert ids_after(dataset, {}) == [4]
     assert ids_after(dataset, {"eos_token_id": 1}) == [[1, 4]]
     assert ids_after(dataset, {"eos_token_id": 1}, {"eos_token_id": [2, 3]}) == [[2, 3, 4], [2, 3, 4]]
+    assert ids_after(dataset, {"text_config": {"eos_token_id": 1}}) == [[1, 4]]
     assert ids_after(dataset, {"eos_token_id": 1}, {}) == [[1, 4], [1, 4]]
     assert caplog.messages[-1] == (
         "Turns end with <|im_end|>, so generation must stop there: the export has eos_token_id [1, 4]"
     )
-    assert len(caplog.messages) == 4
+    assert len(caplog.messages) == 5
 
 
 def test_the_end_of_turn_is_known_already(dataset, caplog):

@@ -64,5 +64,10 @@ def _record(records: Corpus, number: int) -> dict[str, Any]:
 
 
 def _ids(fields: Any) -> list[int]:
-    found = fields.get("eos_token_id") if isinstance(fields, dict) else None
-    return [] if found is None else list(found) if isinstance(found, list) else [found]
+    """Those of a configuration, or else of its text part, where transformers finds them."""
+    if not isinstance(fields, dict):
+        return []
+    found = fields.get("eos_token_id")
+    if found is None:
+        return _ids(fields.get("text_config"))
+    return list(found) if isinstance(found, list) else [found]
