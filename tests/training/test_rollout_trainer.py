@@ -9,7 +9,7 @@ from support.errors import one_line
 from support.hf_loop import ARGUMENTS
 from support.hf_models import hf_arguments, make_hf_folder, tensors_of
 from support.rollouts import rollouts_file
-from support.runs import DEBUG_TOML, TrainingError, new_folder, run_script, train
+from support.runs import DEBUG_TOML, IS_0_3, TrainingError, new_folder, run_script, train
 
 from torchtitan_magi import open_trainer
 
@@ -108,6 +108,23 @@ def test_a_led_run_goes_on(tmp_path):
     assert int((tmp_path / "run" / "checkpoint" / "trained_length").read_text()) > 200  # for config.json of an export
     whole = run_script(1, program, path, *options, "--job.dump_folder", tmp_path / "whole").output
     assert re.findall(r"^LOSS (\d) (\S+)", whole, re.M) == first
+
+
+@pytest.mark.skipif(not IS_0_3, reason="torchtitan 0.3 has pipelines here")
+def test_rank_0_has_the_metrics_of_a_pipeline(tmp_path):
+    """Which only the ranks of the last stage know."""
+    options = ["--job.config_file", DEBUG_TOML, *hf_arguments(make_hf_folder("llama")), *ARGUMENTS]
+    options += ["--training.dataset", "rollouts", "--training.dataset_path=", "--training.seq_len", "1024"]
+    options += ["--training.global_batch_size=-1", "--training.steps", "3", "--training.local_batch_size", "2"]
+    options += ["--parallelism.context_parallel_degree", "1", "--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
+    (program := tmp_path / "program.py").write_text(LED)
+
+    def losses(stages):
+        more = ["--parallelism.pipeline_parallel_degree", stages, "--job.dump_folder", tmp_path / f"{stages}"]
+        printed = run_script(stages, program, rollouts_file(), *options, *more).output
+        return [float(loss) for loss in re.findall(r"^LOSS \d (\S+)", printed, re.M)]
+
+    assert losses(2) == pytest.approx(losses(1), abs=1e-5)
 
 
 @pytest.mark.parametrize("arguments", [None, 3, "rl.toml", [1], ["--job.config_file", None]])

@@ -21,6 +21,7 @@ from torchtitan_magi.training.process.run_folder import keep_log
 from torchtitan_magi.training.settings.checks import check_model
 from torchtitan_magi.training.settings.model_folder import check_vocabulary
 from torchtitan_magi.training.settings.options import OUR_DATASETS
+from torchtitan_magi.training.settings.resume import last_checkpoint
 from torchtitan_magi.wording import quoted
 
 
@@ -101,7 +102,7 @@ class RunParts:
             return
         self.loader = loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
         self.sections = sections
-        set_run_length(sections, self.job_config, loader)
+        set_run_length(sections, self.job_config, loader, last_checkpoint(self.job_config) > 0)
         self.run_length = loader.run_length
         add_turn_end(self.export.files, loader.dataset, bool(self.job_config.magi.lora.rank))
 

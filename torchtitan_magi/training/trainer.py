@@ -38,12 +38,7 @@ from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
-from torchtitan_magi.training.settings.resume import (
-    base_of_adapters,
-    finished_steps,
-    folder_of_checkpoints,
-    step_to_load,
-)
+from torchtitan_magi.training.settings.resume import base_of_adapters, last_checkpoint
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
 TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
@@ -282,7 +277,10 @@ class ObjectiveTrainer:
             self.gc_handler.run(self.step)
             self.train_step(iter(planned))
             self.checkpointer.save(self.step, last_step=self.step == num_steps)
-            return self.metrics_processor.last
+            logged = self.metrics_processor.last
+            if self.pipeline is None:
+                return logged
+            return next(filter(None, gathered(logged if self.pipeline.is_last else None)))
 
         with self._running():
             self.checkpointer.load(step=job.checkpoint.load_step)
@@ -312,8 +310,7 @@ class ObjectiveTrainer:
                 yield name, _whole(tensor)
 
     def _stopped(self) -> str:
-        steps = finished_steps(folder_of_checkpoints(self.job_config)) if self.checkpointer.enable else []
-        return stopped(self.steps_done, step_to_load(self.job_config.checkpoint, steps or [-1]))
+        return stopped(self.steps_done, last_checkpoint(self.job_config))
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """A step of torchtitan's, with the items of all its microbatches counted before the first."""

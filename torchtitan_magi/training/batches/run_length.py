@@ -14,7 +14,6 @@ from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank
 from torchtitan_magi.training.settings.options import DEFAULT_STEPS, check_schedule
-from torchtitan_magi.training.settings.resume import finished_steps, folder_of_checkpoints, step_to_load
 from torchtitan_magi.wording import amount
 
 logger = logging.getLogger(__name__)
@@ -215,13 +214,11 @@ class RunLength:
         return packs / passes.per_epoch
 
 
-def set_run_length(sections: Any, job_config: Any, loader: PackLoader) -> None:
+def set_run_length(sections: Any, job_config: Any, loader: PackLoader, continues: bool) -> None:
     """See ``RunLength``; nothing for a seed checkpoint, which has no steps."""
-    checkpoint = job_config.checkpoint
-    if not checkpoint.create_seed_checkpoint:
-        steps = finished_steps(folder_of_checkpoints(job_config)) if checkpoint.enable else []
+    if not job_config.checkpoint.create_seed_checkpoint:
         loader.run_length = RunLength(sections, job_config.magi.epochs, loader)
-        loader.run_length.begin(continues=bool(steps) and step_to_load(checkpoint, steps) > 0)
+        loader.run_length.begin(continues)
 
 
 def resume(states: dict[str, Any], build: Callable[[Any, int], Any]) -> None:

@@ -86,6 +86,13 @@ def step_to_load(checkpoint: Any, steps: list[int]) -> int:
     return checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
 
 
+def last_checkpoint(job_config: Any) -> int:
+    """The step from which the same command goes on; -1 without a finished checkpoint."""
+    checkpoint = job_config.checkpoint
+    steps = finished_steps(folder_of_checkpoints(job_config)) if checkpoint.enable else []
+    return step_to_load(checkpoint, steps or [-1])
+
+
 def _loaded_folders(job_config: Any) -> list[Path]:
     """Checkpoints in torch's format that the run will load: the one it continues from or begins with, and for
     preference training the weights of the reference.
