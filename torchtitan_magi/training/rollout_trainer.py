@@ -1,6 +1,6 @@
 """Training that another program leads: it samples, and gives each step its rollouts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -55,8 +55,10 @@ class RolloutTrainer:
         Raises:
             ValueError: `rollouts[index]: what; remedy`, and after the last step.
         """
-        given = of_first_rank([*rollouts] if isinstance(rollouts, Sequence | Iterator) else quoted(rollouts))
-        if isinstance(given, str):
+        given: Any = quoted(rollouts)
+        if isinstance(rollouts, Iterable) and not isinstance(rollouts, Mapping | str):
+            given = list(rollouts)
+        if isinstance(given := of_first_rank(given), str):
             raise ValueError(f"rollouts is {given} on rank 0; give a list of records there")
         self._trainer.last_words.note_step(self.step)
         return self._train_on(given)
