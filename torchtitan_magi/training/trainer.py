@@ -134,14 +134,13 @@ class ObjectiveTrainer:
             model: None with a ``pipeline``.
         """
         dims, job = self.parallel_dims, self.job_config
-        shares, samples = job.magi.share_prefixes, job.training.dataset == ROLLOUTS_DATASET
-        if (shares or samples) and self.moves_expert_bias():
-            what = (
-                "magi.share_prefixes is true" if shares else "training.dataset is 'rollouts', which share their prompts"
-            )
+        pairs = job.training.dataset == DPO_DATASET and job.magi.dpo.shared_prompt
+        option = "magi.share_prefixes" if job.magi.share_prefixes else "magi.dpo.shared_prompt" if pairs else ""
+        if (option or job.training.dataset == ROLLOUTS_DATASET) and self.moves_expert_bias():
+            what = f"{option} is true" if option else "training.dataset is 'rollouts', which share their prompts"
             raise ValueError(
                 f"{what}, but this model balances its experts by the tokens that each gets (expert_bias), of which it "
-                f"would count shared ones once; {'set it to false, or ' * shares}use a model without that"
+                f"would count shared ones once; {'set it to false, or ' if option else ''}use a model without that"
             )
         # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
         self.gradient_factor = dims.dp_replicate if self.is_replicated_by_ddp() else 1

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from support.hf_loop import pairs_file
 from support.parity import difference, trained_anew
 from support.rollouts import rollouts_file
 from support.runs import IS_0_3, TrainingError, corpus, train
@@ -105,7 +106,10 @@ def test_experts_that_are_balanced_by_what_they_get_are_refused():
     options += ["--training.dataset_path", str(trees_file()), "--magi.share_prefixes"]
     with pytest.raises(TrainingError, match="share_prefixes is true, but this model balances its experts"):
         train(1, options, layers=None, entry="torchtitan_magi.train")
-    options[-2:] = [str(rollouts_file()), "--training.dataset", "rollouts"]
+    options[-2:] = [str(pairs_file()), "--training.dataset", "dpo"]
+    with pytest.raises(TrainingError, match=r"dpo\.shared_prompt is true, but this model .*; set it to false, or use"):
+        train(1, options, layers=None, entry="torchtitan_magi.train")
+    options[-3:] = [str(rollouts_file()), "--training.dataset", "rollouts"]
     with pytest.raises(
         TrainingError, match="'rollouts', which share their prompts, but this model balances its experts"
     ):
