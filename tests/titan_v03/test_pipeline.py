@@ -222,6 +222,14 @@ def test_gradients_of_several_passes_are_added_up():
     check(run({"pp": 2}, *options, "--training.local_batch_size", "2"), run({}, *options))
 
 
+@pytest.mark.parametrize("adapters", [[], ["--magi.lora.rank", "4"]])
+def test_packs_of_validation_may_be_shorter(adapters):
+    """The reference has no backward in either, so torch would take its stages to be set up already."""
+    options = [*pairs(), *VALIDATION.split(), "--validation.dataset", "dpo", "--validation.local_batch_size", "1"]
+    options += ["--validation.dataset_path", str(pairs_file()), "--training.seq_len", "512", *adapters]
+    check(run({"pp": 2}, *options), run({}, *options))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

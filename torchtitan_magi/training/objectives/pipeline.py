@@ -30,7 +30,9 @@ class Pipeline:
         self, schedule: Any, parts: Sequence[Any], is_first: bool, is_last: bool, loss: Any, compiled: bool
     ) -> None:
         self.schedule, self.parts, self.is_first, self.is_last, self.loss = schedule, parts, is_first, is_last, loss
-        name = "_initialize_stages" if hasattr(schedule, "_initialize_stages") else "_initialize_stage"
+        self.stages = "_stages" if hasattr(schedule, "_initialize_stages") else "_stage"
+        self.shape: torch.Size | None = None  # of the tokens that its stages are set up for
+        name = f"_initialize{self.stages}"
         kept, uncounted = _gradients_kept(parts), expert_counts_kept(parts)  # it runs the stages to look at them
         setattr(schedule, name, kept(uncounted(getattr(schedule, name))))
         if is_last:
@@ -59,6 +61,7 @@ class Pipeline:
         results: list[Tensor] = []
         batches = [*batches, *[batches[-1]] * missing]  # every pass has as many
         numbers = torch.arange(len(batches)).clamp(max=len(batches) - missing - 1)  # on the CPU; targets are tensors
+        self._set_up_for(batches[0].tokens.shape)
         self.loss.of_hidden = lambda hidden, number: result(_OutputOnly(self.last, hidden), int(number))
         _run_microbatches(
             self.schedule,
@@ -69,6 +72,15 @@ class Pipeline:
             losses=results if self.is_last else None,
         )
         return results[: len(batches) - missing]
+
+    def _set_up_for(self, shape: torch.Size) -> None:
+        """Has torch set its stages up anew for tokens of another shape, as those of validation may have: by itself it
+        does so only where passes with and without backward take turns."""
+        for way in ("forward", "backward") if shape != self.shape else ():
+            flag = f"{self.stages}_{way}_initialized"
+            assert hasattr(self.schedule, flag), flag
+            setattr(self.schedule, flag, False)
+        self.shape = shape
 
     def losses(
         self,
