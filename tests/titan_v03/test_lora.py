@@ -210,6 +210,9 @@ def test_adapters_that_were_trained_are_not_left_out_or_scaled_in_silence():
         TrainingError, match="has trained adapters of w1, w2, w3, wo, wqkv, for which this run has none"
     ):
         train(2, [*base, "--checkpoint.initial_load_path", f"{dump}/checkpoint/step-2"], layers=None)
+    base += ["--magi.lora.rank", "4", "--training.dataset", "dpo", "--training.dataset_path", str(pairs_file())]
+    with pytest.raises(TrainingError, match="whose adapters are trained, but the reference would be the model without"):
+        train(2, [*base, "--checkpoint.initial_load_path", f"{dump}/checkpoint/step-2"], layers=None)
 
 
 def test_adapters_are_not_exported_for_weights_that_they_were_not_trained_on():

@@ -25,7 +25,7 @@ from torchtitan_magi.training.experts import expert_biases, expert_counts_kept
 from torchtitan_magi.training.memory_log import give_back_before
 from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives.lora import check_base, log_trainable
+from torchtitan_magi.training.objectives.lora import check_base, check_untrained, log_trainable
 from torchtitan_magi.training.objectives.objective import SFT, Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.policy_gradient import PolicyGradient
@@ -37,7 +37,7 @@ from torchtitan_magi.training.process.last_line import stopped, told_on_signal
 from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
-from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET
+from torchtitan_magi.training.settings.options import DPO_DATASET, ROLLOUTS_DATASET, has_reference
 from torchtitan_magi.training.settings.resume import base_of_adapters, last_checkpoint
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
@@ -200,6 +200,8 @@ class ObjectiveTrainer:
                 f"{loaded:g}; set it to that"
             )
         self._check_base()
+        if self.step == 0 and has_reference(self.job_config) and self.job_config.magi.lora.rank:
+            check_untrained(self.job_config.checkpoint.initial_load_path, self.model_parts)
         give_back_before(self.optimizers)
         for objective in self.objectives:
             objective.reference.prepare(self.step)

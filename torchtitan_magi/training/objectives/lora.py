@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.files import write_whole
 from torchtitan_magi.models.names import ADAPTER, plain_name
-from torchtitan_magi.training.experts import expert_counts_kept
+from torchtitan_magi.training.experts import expert_counts_kept, local
 from torchtitan_magi.training.objectives.dpo import PairBatch, logprobs_by
 from torchtitan_magi.training.objectives.fingerprint import KnownWeights, fingerprint_of_model
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
@@ -87,6 +87,21 @@ class PolicyWithoutAdapters(KnownWeights):
     def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
         with adapters_off(self.model.parts), expert_counts_kept(self.model.parts):
             return logprobs_by(self.model, batches)
+
+
+def check_untrained(path: str, parts: Sequence[nn.Module]) -> None:
+    """Raises ValueError, one line, where adapters that a new run begins with are trained already, so that the reference
+    without them is not the model before step 1. A collective of all ranks.
+
+    Args:
+        path: of the checkpoint that they are from.
+    """
+    weights = [b for _, layer in adapted_layers(parts) for b in layer.lora_b.parameters()]
+    if any(gathered(any(bool(x.any()) for x in local(*weights)))):
+        raise ValueError(
+            f"checkpoint.initial_load_path is {quoted_path(path)}, whose adapters are trained, but the reference would "
+            "be the model without them; merge them into its weights by PEFT's merge_and_unload, and begin with those"
+        )
 
 
 def check_base(option: str, base: str, parts: Sequence[nn.Module], read: Callable[[], None], group: Group) -> None:
