@@ -248,6 +248,17 @@ def test_what_does_not_go_with_it_is_named(options, message):
         run({"pp": 2}, *options.split())
 
 
+def with_stages_of_an_older_torch(report):
+    from torchtitan_magi.training.settings import degrees
+
+    degrees.PipelineStage = lambda submodule: None
+
+
+def test_a_torch_that_is_too_old_is_named():
+    with run_ends("pipeline_parallel_degree is 2, but torch .* is too old for torchtitan's pipelines; install"):
+        run({"pp": 2}, setup=with_stages_of_an_older_torch)
+
+
 def test_tied_weights_are_named():
     with pytest.raises(TrainingError, match="but tie_word_embeddings does not go with it"):
         run({"pp": 2}, tied=True)

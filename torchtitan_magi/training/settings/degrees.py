@@ -1,7 +1,11 @@
 """Checks of parallel degrees: the section [parallelism], and whether a model can be spread by it."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig
 from torchtitan_magi.models.pipeline_stages import check_adapters, check_microbatches, layers_of_parts, layers_of_stages
@@ -126,6 +130,11 @@ def check_pipeline(job: Any, model: ModelConfig) -> None:
     degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if degree == 1:
         return
+    if "get_mesh" not in inspect.signature(PipelineStage).parameters:  # which torchtitan gives it
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree is {degree}, but torch {torch.__version__} is too old for "
+            "torchtitan's pipelines; install torch 2.13, or set it to 1"
+        )
     if schedule not in SCHEDULES or parallelism.pipeline_parallel_schedule_csv:
         given = quoted(parallelism.pipeline_parallel_schedule_csv or schedule)
         raise ValueError(
