@@ -210,7 +210,12 @@ def test_adapters_that_were_trained_are_not_left_out_or_scaled_in_silence():
         TrainingError, match="has trained adapters of w1, w2, w3, wo, wqkv, for which this run has none"
     ):
         train(2, [*base, "--checkpoint.initial_load_path", f"{dump}/checkpoint/step-2"], layers=None)
-    base += ["--magi.lora.rank", "4", "--training.dataset", "dpo", "--training.dataset_path", str(pairs_file())]
+    whole = ["--magi.lora.rank", "0", "--training.steps", "1"]
+    train(2, [*saved, *whole, "--job.dump_folder", whole_dump := new_folder()], layers=None)
+    base += ["--magi.lora.rank", "4", "--checkpoint.initial_load_path"]
+    with pytest.raises(TrainingError, match="has no adapters of w1, w2, w3, wo, wqkv, which this run trains; set "):
+        train(2, [*base, f"{whole_dump}/checkpoint/step-1"], layers=None)
+    base = [*base[:-1], "--training.dataset", "dpo", "--training.dataset_path", str(pairs_file())]
     with pytest.raises(TrainingError, match="whose adapters are trained, but the reference would be the model without"):
         train(2, [*base, "--checkpoint.initial_load_path", f"{dump}/checkpoint/step-2"], layers=None)
 

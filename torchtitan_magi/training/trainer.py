@@ -394,7 +394,7 @@ def loading_train_state(states: dict[str, Any], folder: str | os.PathLike[str]) 
         folder: of the checkpoint.
 
     Raises:
-        ValueError: the checkpoint has adapters for which the run has none; one line.
+        ValueError: the checkpoint has other adapters than the run; one line.
     """
     trainer, path = states.get(TRAIN_STATE), Path(folder)
     names = frozenset[str]()  # of safetensors, of which all must have a place
@@ -412,11 +412,23 @@ def loading_train_state(states: dict[str, Any], folder: str | os.PathLike[str]) 
 
 
 def _check_adapters(names: frozenset[str], states: dict[str, Any], folder: Path) -> None:
-    """names: of all that the checkpoint holds."""
-    saved = {name for name in names if ADAPTERS.search(name) and not name.startswith("optimizer.")}
-    if saved and (left_out := saved.difference(*gathered([name for name in states if ADAPTERS.search(name)]))):
-        layers = {ADAPTERS.split(name)[0].rpartition(".")[2] for name in left_out}
+    """names: of all that the checkpoint holds; empty where it is in safetensors, which have none."""
+    saved, here = (
+        {name for name in found if ADAPTERS.search(name) and not name.startswith("optimizer.")}
+        for found in (names, states if names else ())
+    )
+    own = here.union(*gathered(here))
+    if left_out := saved - own:
         raise ValueError(
-            f"{shown(folder)} has trained adapters of {', '.join(sorted(layers))}, for which this run has none; set "
+            f"{shown(folder)} has trained adapters of {_layers(left_out)}, for which this run has none; set "
             "magi.lora.rank and magi.lora.target_modules to those of the run that made it"
         )
+    if missing := own - saved:
+        raise ValueError(
+            f"{shown(folder)} has no adapters of {_layers(missing)}, which this run trains; set "
+            "magi.lora.target_modules to those of the run that made it, or begin with an export of it in safetensors"
+        )
+
+
+def _layers(names: set[str]) -> str:
+    return ", ".join(sorted({ADAPTERS.split(name)[0].rpartition(".")[2] for name in names}))
