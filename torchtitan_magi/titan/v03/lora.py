@@ -122,7 +122,7 @@ def _weight(name: str, experts: Any) -> Tensor:
         raise AttributeError(name)
     weight: Tensor = experts._parameters[name]
     a, b = getattr(experts.lora_a, INPUT_OF[name]), getattr(experts.lora_b, name)
-    return weight + experts._lora_scaling * (b @ a) if getattr(experts, SEEN, False) else weight
+    return torch.baddbmm(weight, b, a, alpha=experts._lora_scaling) if getattr(experts, SEEN, False) else weight
 
 
 def check_factors(model: nn.Module) -> None:
