@@ -36,6 +36,7 @@ MALFORMED = {
     "raw NUL bytes": (b'{"text": "a\x00b"}', "not JSON .*Invalid control character"),
     "only NUL bytes": (b"\x00" * 64, "not JSON"),
     "invalid UTF-8": (b'{"text": "caf\xe9"}', "byte 0xe9 at column 14 is not UTF-8; save the file as UTF-8"),
+    "invalid UTF-8 behind a mark": (b'\xef\xbb\xbf{"text": "caf\xe9"}', "byte 0xe9 at column 14 is not UTF-8"),
     "cut UTF-8": (b'{"text": "caf\xc3', "is not UTF-8"),
     "UTF-16": ('{"text": "a"}'.encode("utf-16-be"), "not JSON"),
     "UTF-16 with its mark": ('{"text": "a"}'.encode("utf-16"), "byte 0xff at column 1.*UTF-8"),
