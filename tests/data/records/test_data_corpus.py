@@ -70,6 +70,7 @@ def test_a_path_may_hold_commas_and_equals_signs_where_it_exists(tmp_path):
         ("{folder}/a.jsonl,{folder}", "records file '.*a.jsonl' is in the data set twice; give its source a weight"),
         ("{folder}=half", "source '.*=half': weight 'half' is not a number; write path=0.5"),
         ("{folder}/a.jsonl=0.01", "the weights of '.*=0.01' leave less than one record an epoch; give larger ones"),
+        ("{folder}/one.txt=0.5,{folder}/two.txt=0.5", "the weights of '.*' leave less than one record an epoch"),
         ("{folder}=0", "source '.*=0': weight '0' is out of range; give a number above 0"),
         ("{folder}=-1", "weight '-1' is out of range"),
         ("{folder}=nan", "weight 'nan' is out of range"),
@@ -80,6 +81,8 @@ def test_a_path_may_hold_commas_and_equals_signs_where_it_exists(tmp_path):
 def test_sources_that_cannot_be_used_are_refused(folder, paths, words):
     (folder / "empty").mkdir()
     (folder / "void").write_text("\n \n")
+    write(folder / "one.txt", [1])
+    write(folder / "two.txt", [2])
     with pytest.raises(ValueError, match=words) as error:
         Corpus(paths.format(folder=folder))
     assert "\n" not in str(error.value)

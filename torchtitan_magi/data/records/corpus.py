@@ -106,7 +106,8 @@ class Corpus:
 
     def _number(self) -> None:
         """Numbers records and blocks."""
-        if sum(source.weight * len(source) for source in self.sources) < 1:
+        sizes = [source.weight * len(source) for source in self.sources]
+        if sum(sizes) < 1 or not any(map(round, sizes)):  # each by itself may leave none, see `epoch_order`
             raise ValueError(
                 f"the weights of {quoted_path(self.paths)} leave less than one record an epoch; give larger ones"
             )
