@@ -605,6 +605,17 @@ def test_answers_in_pairs_come_from_tables(tmp_path):
     assert record == parse_pair({"prompt": "q", "completions": ["a", "b"], "pairs": [[0, 1]]})
 
 
+@pytest.mark.parametrize("list_of", [pa.list_, pa.large_list, pa.list_view, pa.large_list_view])
+def test_what_a_tool_lacks_is_left_out_in_lists_and_maps_of_all_kinds(list_of, tmp_path):
+    value = pa.struct({"type": pa.string(), "enum": list_of(pa.string())})
+    tool = pa.struct({"name": pa.string(), "properties": pa.map_(pa.string(), value)})
+    whole = [{"name": "look", "properties": {"at": {"type": "string", "enum": None}}}]
+    said = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]
+    table = pa.table({"messages": pa.array(said), "tools": pa.array([whole], list_of(tool))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert Corpus(tmp_path / "a.parquet")[0]["tools"] == [{"name": "look", "properties": {"at": {"type": "string"}}}]
+
+
 def test_a_table_that_changes_is_named(tmp_path):
     for name in ("a.parquet", "saved"):
         FORMATS[name][0](tmp_path / name, RECORDS)

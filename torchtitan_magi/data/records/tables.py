@@ -48,6 +48,7 @@ _MAX_ROWS = 4096  # of a block: its size is an average, and Parquet stores a rep
 _MAX_ROWS_OF_FILE = 2**36  # more is damage
 # what Arrow raises for values and types
 _UNREADABLE = (ValueError, KeyError, NotImplementedError, OverflowError, RecursionError)
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
 
 
 class TableFile(RecordFile):
@@ -364,7 +365,9 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
         return None
     if pa.types.is_struct(kind):
         return _fields(value, kind)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if isinstance(kind, pa.MapType):
+        return {key: _plain(item, kind.item_type) for key, item in value.items()}
+    if isinstance(kind, _LISTS):
         return [_plain(item, kind.value_type) for item in value]
     if isinstance(kind, pa.JsonType):
         value = json_value(value.encode())

@@ -11,7 +11,7 @@ import numpy as np
 from torchtitan_magi.data.tokens.array_file import Layout
 from torchtitan_magi.data.tokens.documents import TokenizedAnswers, TokenizedDocument, TokenizedPairs, num_common
 
-VERSION = 7  # of the files, and of the way from a record to its tokens
+VERSION = 8  # of the files, and of the way from a record to its tokens
 
 _INDEX = {"bounds": np.int64, "firsts": np.int64, "weights": np.float32, "learned": np.int64}
 _INDEX |= {"pairs": np.int64, "first_pairs": np.int64, "common": np.int64}
