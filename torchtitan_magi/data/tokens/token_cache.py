@@ -147,7 +147,7 @@ class TokenCache:
     def malformed(self, block: int) -> dict[int, str] | None:
         """What is wrong with records of a block, by index in it; None if its tokens are not there yet."""
         try:
-            return TokenBlock.open(str(self.path(block))).malformed
+            return TokenBlock.open(self._path_name(block)).malformed
         except (OSError, Damaged):
             return None
 
@@ -199,8 +199,8 @@ class TokenCache:
             with open(open_lock(self.folder / f"{name_of_lock}.lock"), "r+b") as lock:
                 take_lock(lock.fileno())
                 clean(self.folder)
-                items = [(block, self.path(block)) for block in blocks]
-                missing = [(block, str(path)) for block, path in items if not path.exists()]
+                items = [(block, self._path_name(block)) for block in blocks]
+                missing = [(block, path) for block, path in items if not os.path.exists(path)]
                 if missing:
                     job = Job(self.corpus, missing, self.tokenizer, self.kind, os.getpid())
                     self._writers[name] = writer = _Writer(job, lock)
