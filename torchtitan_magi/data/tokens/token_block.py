@@ -70,7 +70,7 @@ class TokenBlock:
         ]
         firsts = np.cumsum([0, *map(len, rows)])
         weights = [weight for record, row in zip(records, rows, strict=True) for weight in _weights_of(record, row)]
-        notes, noted = _noted([_notes_of(row) for row in rows])
+        notes, noted = _noted([{note for part in row for note in part.notes} for row in rows])
         checksums = [zlib.crc32(tokens[first:last].data) for first, last in itertools.pairwise(bounds[firsts].tolist())]
         return cls(
             tokens,
@@ -160,10 +160,6 @@ def _logprobs_of(records: Sequence[Tokenized | ValueError], rows: list[list[Toke
         return np.zeros(0, np.float32)
     missing = [[np.full(len(part.tokens), np.nan, np.float32) for part in row] for row in rows]
     return np.concatenate([of_part for own, none in zip(given, missing, strict=True) for of_part in own or none])
-
-
-def _notes_of(parts: Sequence[TokenizedDocument]) -> set[str]:
-    return {note for part in parts for note in part.notes}
 
 
 def _noted(found: list[set[str]]) -> tuple[list[str], np.ndarray]:
