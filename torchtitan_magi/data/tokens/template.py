@@ -47,7 +47,7 @@ Kwargs = dict[str, Any]
 
 MAX_CHARACTERS = 2**25  # of a rendered record
 _FREE_CHARACTERS = 2**18  # that a template may write whatever the record
-_MAX_GROWTH = 8  # characters that it may write beyond these for each of the record's own
+_MAX_GROWTH = 8  # characters that it may write beyond these for each of the record's own: a multiple is not meant
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 PROBE_TOOLS: Messages = [
@@ -319,7 +319,7 @@ class ChatTemplate:
                 chunks.append(chunk)
                 loops.position += length(chunk)
                 if loops.position > limit:
-                    limit = _max_characters(record)
+                    limit = min(MAX_CHARACTERS, _FREE_CHARACTERS + _MAX_GROWTH * _size(record))
                     if loops.position > limit:
                         raise ValueError(f"it writes more than {limit:,} characters, too many for what the record has")
             text = "".join(chunks)
@@ -370,11 +370,6 @@ class _Compiled(NamedTuple):
     marks: Marks
     variables: set[str]
     can_alter_marked: bool
-
-
-def _max_characters(record: Any) -> int:
-    """How many characters a template may write of a record: what costs a multiple of it is not meant."""
-    return min(MAX_CHARACTERS, _FREE_CHARACTERS + _MAX_GROWTH * _size(record))
 
 
 def _size(value: Any) -> int:
