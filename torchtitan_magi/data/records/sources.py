@@ -23,7 +23,7 @@ OTHER_FILES = (".reference.npz", ".unfinished", ".unfinished.npz")
 
 _OPTIONS = ("split", "subset", *KEYS)
 _OPTION = r"\w+=[^=&?]*"
-_WITH_OPTIONS = re.compile(rf"(?P<source>.*?\?(?P<options>{_OPTION}(?:&{_OPTION})*))(?:=(?P<weight>[^=]*))?")
+_WITH_OPTIONS = re.compile(rf"(?P<path>.*?)\?(?P<options>{_OPTION}(?:&{_OPTION})*)(?:=(?P<weight>[^=]*))?")
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def _source(entry: str) -> SourceName:
         return SourceName(entry)
     found = _WITH_OPTIONS.fullmatch(entry)
     if found:
-        path, options = found["source"].removesuffix(f"?{found['options']}"), _options(entry, found["options"])
-        return SourceName(path, _weight(entry, found["weight"]), **options)
+        options = _options(entry, found["options"])
+        return SourceName(found["path"], _weight(entry, found["weight"]), **options)
     path, equals, weight = entry.rpartition("=")
     return SourceName(path, _weight(entry, weight)) if equals and "/" not in weight else SourceName(entry)
 
