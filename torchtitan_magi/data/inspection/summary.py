@@ -26,6 +26,7 @@ FEW = 3  # records that are read if training refuses the template, which may tak
 SAMPLE_BLOCKS = 16  # that they come from
 SAMPLE_TOKENS = 4_000_000  # no more are read once they have so many
 BATCH = 128  # records
+_SUMS = ("read", "tokens", "kept", "learned", "truncated", "truncated_tokens", "pairs", "alone", "left_out")
 
 
 @dataclass
@@ -86,17 +87,7 @@ def joined(tallies: Sequence[Tally]) -> Tally:
     """The sums over all sources together."""
     together = Tally("together", sum(tally.records for tally in tallies))
     for tally in tallies:
-        for name in (
-            "read",
-            "tokens",
-            "kept",
-            "learned",
-            "truncated",
-            "truncated_tokens",
-            "pairs",
-            "alone",
-            "left_out",
-        ):
+        for name in _SUMS:
             setattr(together, name, getattr(together, name) + getattr(tally, name))
     return together
 
