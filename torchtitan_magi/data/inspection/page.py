@@ -21,14 +21,11 @@ _BAR, _ROW = 420, 20  # pixels
 
 def html_page(inspection: Inspection) -> str:
     """The whole page; what looks wrong comes first."""
-    template = "<p>refused, see above</p>"
-    if inspection.template:
-        template = _text(inspection.template)
     return _PAGE.substitute(
         title=escape(inspection.setting[0]),
         setting="<br>".join(map(escape, inspection.setting[1:])),
         warnings="".join(map(_warning, inspection.warnings)) or "<li class=note>nothing</li>",
-        template=template,
+        template=_text(inspection.template) if inspection.template else "<p>refused, see above</p>",
         records="".join(_record(where, seen) for where, seen in inspection.shown),
         table=_table(rows(inspection)),
         notes="".join(f"<li>{escape(note)}</li>" for note in notes(inspection)),

@@ -99,10 +99,8 @@ def _nodes(tree: Tree, dataset: PackedDataset, speller: Speller) -> list[Node]:
     found = []
     for node, (begin, stop) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
         where = dataset.records.where(of_one[node]) if records[node] == 1 else ""
-        position, text = (
-            int(inputs["positions"][begin]),
-            speller.text(inputs["input"][begin : min(stop, begin + _TEXT)].tolist()),
-        )
+        position = int(inputs["positions"][begin])
+        text = speller.text(inputs["input"][begin : min(stop, begin + _TEXT)].tolist())
         text = visible(text).replace("\n", "⏎")[:_TEXT]
         found.append(Node(int(depth[node]), position, stop - begin, int(records[node]), where, text))
     return found
