@@ -169,8 +169,7 @@ class PackedDataset(IterableDataset, Stateful):
 
     def packs_per_epoch(self, counts: PackingCounts) -> float:
         """An estimate from the counts of what was read so far, by its tokens: some of it may not be packed yet."""
-        tokens = counts.tokens_read - counts.truncated_tokens - counts.tokens_left_out
-        tokens -= counts.shared_tokens
+        tokens = counts.tokens_read - counts.truncated_tokens - counts.tokens_left_out - counts.shared_tokens
         packs = tokens / (self.seq_len * counts.fill)
         return max(1.0, packs / counts.documents * self.records_per_epoch)
 
