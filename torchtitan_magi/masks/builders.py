@@ -85,9 +85,9 @@ def shared_prompt(lengths: object, starts: object = None, window: int | None = N
     start = total.cumsum() - total if starts is None else as_int64(starts, "starts")
     if start.shape != total.shape:
         raise ValueError(f"starts has shape {start.shape} for {len(total)} pairs; give the first token of each pair")
-    first = 3 * np.arange(len(total))[:, None]
-    nodes = np.stack([np.full_like(total, -1), first[:, 0], first[:, 0]], 1).ravel()
-    return _of_trees(array.ravel(), nodes, (start[:, None] + array.cumsum(1) - array).ravel(), window)
+    prompt = 3 * np.arange(len(total))
+    parents = np.stack([np.full_like(prompt, -1), prompt, prompt], 1).ravel()
+    return _of_trees(array.ravel(), parents, (start[:, None] + array.cumsum(1) - array).ravel(), window)
 
 
 def tree_causal(lengths: object, parents: object, starts: object = None, window: int | None = None) -> AttnSlices:

@@ -39,7 +39,6 @@ def runs_of(slices: AttnSlices) -> Runs:
 def _keys_before(table: Int64Array, is_run: Bools) -> Int64Array:
     """What the rows of each run see before its first token, int64 [m, 3]: run, first key, end key; disjoint, sorted."""
     runs, others = table[is_run], table[~is_run]
-    number = np.arange(len(runs))
     i, run = intersecting(*others[:, :2].T, *runs[:, :2].T)
     rows = np.bincount(i, runs[run, 1] - runs[run, 0], len(others))
     is_full = (others[:, 4] == FULL) | (others[:, 1] - others[:, 0] == 1)
@@ -47,8 +46,8 @@ def _keys_before(table: Int64Array, is_run: Bools) -> Int64Array:
     np.logical_and.at(fits, i, others[i, 3] <= runs[run, 0])
     if (wrong := first_true(~fits)) is not None:
         raise _error(others[wrong])
-    more = runs[:, 2] < runs[:, 0]
-    which, start = np.append(number[more], run), np.append(runs[more, 2], others[i, 2])
+    more = np.flatnonzero(runs[:, 2] < runs[:, 0])
+    which, start = np.append(more, run), np.append(runs[more, 2], others[i, 2])
     return union(which, start, np.append(runs[more, 0], others[i, 3]), int(table[:, :4].max()))
 
 
