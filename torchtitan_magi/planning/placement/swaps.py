@@ -84,9 +84,9 @@ def _candidates(num_mine: int, num_theirs: int) -> tuple[Int64Array, ...]:
     return tuple(x.ravel() for x in np.meshgrid(*axes, indexing="ij"))
 
 
-def _heaviest_ranges(profile: WorkProfile, ranges: Int64Array, count: int = SWAP_RANGES) -> Int64Array:
+def _heaviest_ranges(profile: WorkProfile, ranges: Int64Array) -> Int64Array:
     work = profile.of_each(*ranges.T)
-    return ranges[np.argsort(-work, kind="stable")[:count]]
+    return ranges[np.argsort(-work, kind="stable")[:SWAP_RANGES]]
 
 
 def _exchange(ranges: Int64Array, out: Range, into: Range) -> Int64Array:
