@@ -49,9 +49,9 @@ class PackedDataset(IterableDataset, Stateful):
 
     Args:
         paths: sources of records, see `Corpus`; or a corpus whose records are parsed by `parse`.
-        tokenize: a `ChatTokenizer` or one of its methods `documents` and `pairs`; or a function record -> tokens, which
-            raises ValueError for a record that it refuses. Pure, and picklable for workers. A state is loaded only if
-            the tokenizer's `fingerprint` is equal.
+        tokenize: a `ChatTokenizer` or one of its methods; or a function record -> tokens, which raises ValueError for a
+            record that it refuses. Pure, and picklable for workers. A state is loaded only if the tokenizer's
+            `fingerprint` is equal.
         seq_len: tokens per pack.
         dp_rank: this shard.
         dp_world_size: the number of shards.

@@ -303,7 +303,7 @@ def json_value(line: bytes) -> Any:
         if b"\\u" in line:
             _check_surrogates(value)
     except UnicodeDecodeError as error:
-        byte = f"byte 0x{error.object[error.start]:02x} at column {error.start + 1}"  # behind a byte order mark
+        byte = f"byte 0x{error.object[error.start]:02x} at column {error.start + 1}"  # no mark in it
         return ValueError(f"{byte} is not UTF-8; save the file as UTF-8")
     except json.JSONDecodeError as error:
         return ValueError(f"not JSON ({error.msg}, column {error.colno}); write one JSON object per line")

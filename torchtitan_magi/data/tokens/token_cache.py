@@ -85,8 +85,8 @@ class TokenCache:
 
     Args:
         folder: made when it is first written to. Several machines may share it.
-        tokenizer: has `documents`, `pairs` and `fingerprint`, as `ChatTokenizer`; picklable.
-        kind: "documents" or "pairs".
+        tokenizer: has `fingerprint` and a method of the kind's name, as `ChatTokenizer`; picklable.
+        kind: "documents", "pairs" or "rollouts".
         order_name: text of what the order of the blocks depends on, for the lock.
 
     Raises ValueError, with path and remedy, when tokens are missing and cannot be written.
