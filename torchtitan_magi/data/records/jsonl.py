@@ -18,13 +18,7 @@ import pyarrow as pa
 from torchtitan_magi.data.records.formats import parse_document
 from torchtitan_magi.data.records.kept_files import kept
 from torchtitan_magi.data.records.mapping import mapped
-from torchtitan_magi.data.records.record_file import (
-    MAX_RECORD_BYTES,
-    Parse,
-    RecordFile,
-    named_errors,
-    size_of_block,
-)
+from torchtitan_magi.data.records.record_file import MAX_RECORD_BYTES, Parse, RecordFile, named_errors, size_of_block
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
 logger = logging.getLogger(__name__)

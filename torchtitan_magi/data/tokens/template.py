@@ -93,12 +93,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        special_tokens: dict[str, str],
-        day: date,
-        name: str,
-        probe_tools: Messages | None = None,
+        self, source: str, special_tokens: dict[str, str], day: date, name: str, probe_tools: Messages | None = None
     ):
         self.source, self.special_tokens, self.day, self.name = source, special_tokens, day, name
         self._probe_tools = probe_tools
