@@ -20,7 +20,7 @@ from support.conversations import assistant, user
 from support.jsonl import write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset
+from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedRolloutDataset, PackedSFTDataset
 from torchtitan_magi.data import __main__ as command
 from torchtitan_magi.data.inspection import judgement, summary
 from torchtitan_magi.data.inspection.examine import parts_of
@@ -28,6 +28,7 @@ from torchtitan_magi.data.inspection.page import html_page
 from torchtitan_magi.data.inspection.spelling import Cell, Part, Speller, shorten, visible
 from torchtitan_magi.data.inspection.summary import inspect_data, joined
 from torchtitan_magi.data.inspection.terminal import LEARNED, LEARNED_SPECIAL, Painter, report
+from torchtitan_magi.data.packs import prefix_trees
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
 
@@ -562,7 +563,7 @@ def test_answers_are_shown_behind_their_prompt(inspect, tmp_path):
     assert "".join(cell.text for cell in cells).startswith("<s><|im_start|>user\nthe hat")
     assert "".join(cell.text for cell in more if cell.is_learned) == "a dog<|im_end|>\n"
     assert seen.tokens == len(cells) + len(more)
-    assert seen.length == seen.kept == seen.tokens - 2
+    assert seen.length == seen.kept == seen.tokens - 1
     assert [text for text in warnings_of(inspection) if "mood" in text]
     assert not [text for text in warnings_of(inspection) if "completions" in text]
 
@@ -644,6 +645,18 @@ def test_answers_that_begin_alike_or_are_equal_are_each_learned(inspect):
     assert "".join(cell.text for cell in inspection.shown[0][1].cells[2][1]) == ""  # all of it stands in the first
     record = {"prompt": "the hat", "completions": ["the cat", "the cat"]}
     assert not [text for text in warnings_of(inspect([record])) if "is learned" in text]
+
+
+@pytest.mark.parametrize(("prompt", "answers"), [([5], [[6], [6]]), ([5, 6], [[6] * 40] * 2), ([5, 7], [[6], [7, 8]])])
+def test_positions_of_answers_are_those_of_their_packs(prompt, answers, inspect, tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_trees, "SHORTEST", 1)
+    ids = [{"completion_ids": own, "advantage": 1} for own in answers]
+    (tally,) = inspect([{"prompt_ids": prompt, "completions": ids}], kind="rollouts", seq_len=8).tallies
+    chat = load_chat_tokenizer(tmp_path / "tokenizer")
+    dataset = PackedRolloutDataset(tmp_path / "data.jsonl", chat, 8, epochs=1, on_policy=True)
+    list(dataset)
+    assert sum(tally.kept) == dataset.counts.tokens > 0
+    assert tally.fill(8) == dataset.counts.fill
 
 
 def test_sampled_tokens_may_end_anywhere_and_be_masked(inspect):

@@ -135,10 +135,22 @@ class Examiner:
         if not documents:
             return Seen(0, left_out="without a label")
         each = [self._fitted_document(document) for document in documents]
-        shared = sum(num_common(documents[0].tokens, document.tokens) for document in documents[1:])
         lost = sum(length - kept for length, kept, _ in each)
-        kept = min(self.seq_len, max(0, sum(kept for _, kept, _ in each) - shared))
-        return Seen(0, length=kept + lost, pieces=(kept,), left_out="" if kept else each[0][2])
+        pieces, (_, of_first, _) = list[int](), each[0]
+        for document, (_, kept, _) in zip(documents, each, strict=True):
+            shared = min(of_first, kept, self._num_alike(documents[0], document)) if of_first and kept else 0
+            if pieces and shared and pieces[-1] + kept - shared <= self.seq_len:
+                pieces[-1] += kept - shared
+            elif kept:
+                pieces.append(kept)
+        return Seen(0, length=sum(pieces) + lost, pieces=tuple(pieces), left_out="" if pieces else each[0][2])
+
+    def _num_alike(self, one: Part, other: Part) -> int:
+        """Positions that two answers have in common; of rollouts only those before a label, as each keeps its own."""
+        common = num_common(one.tokens, other.tokens) - 1
+        if self.kind == "rollouts":
+            common = min(common, *(int(part.learned[1:].argmax()) for part in (one, other)))
+        return max(0, common)
 
     def _fitted_document(self, document: Part) -> tuple[int, int, str]:
         length = max(0, len(document.tokens) - 1)
