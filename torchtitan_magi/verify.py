@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torchtitan_magi.commands.generation import ADAPTER_CONFIG, MAX_NEW_TOKENS, QUESTION, answer_of
 from torchtitan_magi.commands.parser import CommandParser
-from torchtitan_magi.training.checkpoints.digests import check_digests, check_sizes, is_export
+from torchtitan_magi.training.checkpoints.digests import check_digests, check_finished, check_sizes, is_export
 from torchtitan_magi.training.checkpoints.export import UNFINISHED
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX, check_files
 from torchtitan_magi.wording import shown
@@ -62,6 +62,7 @@ def _whole(folder: Path) -> str:
     if steps := sorted(folder.glob("step-*")) or sorted(folder.glob("*/step-*")):  # of a run's folder, too
         where, names = shown(steps[0].parent), ", ".join(path.name for path in steps)
         raise ValueError(f"{where} has the checkpoints {names}; give one of them, or {where}/step-*")
+    check_finished(folder)
     num_bytes = check_digests(folder)  # first, as what does not match is not unpickled
     check_sizes(folder)
     return f"{shown(folder)} is whole: {num_bytes / 2**30:.2f} GiB"

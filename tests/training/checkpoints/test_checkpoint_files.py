@@ -169,6 +169,11 @@ def test_the_command_names_the_checkpoints_of_a_folder(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path, capsys):
+    assert verify.main([str(tmp_path)]) == 1
+    assert f"{tmp_path} is no finished checkpoint: it has no .metadata" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", [None, "no digest\n", ""])
 def test_digests_that_are_not_there(folder, text, capsys):
     (folder / "SHA256SUMS").unlink()

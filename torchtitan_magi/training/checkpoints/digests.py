@@ -130,16 +130,9 @@ _CLASSES = {
 }
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """The list of what a checkpoint holds and where: a pickle, of which nothing is run.
-
-    torch reads it once more when it loads the checkpoint, without such care: read it before that.
-
-    Raises:
-        ValueError: there is none, or it cannot be read; one line with path and remedy.
-    """
-    path = folder / METADATA
-    if not path.is_file():
+def check_finished(folder: Path) -> None:
+    """Raises ValueError, one line with path and remedy, for a folder without what is written last."""
+    if not (folder / METADATA).is_file():
         if any(folder.glob("*.safetensors")):
             raise ValueError(
                 f"{shown(folder)} has safetensors and no {METADATA}; set checkpoint.initial_load_in_hf to true to "
@@ -149,6 +142,18 @@ def read_metadata(folder: Path) -> Metadata:
             f"{shown(folder)} is no finished checkpoint: it has no {METADATA}, which is written last; give the "
             "folder of a finished one, step-*"
         )
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The list of what a checkpoint holds and where: a pickle, of which nothing is run.
+
+    torch reads it once more when it loads the checkpoint, without such care: read it before that.
+
+    Raises:
+        ValueError: there is none, or it cannot be read; one line with path and remedy.
+    """
+    check_finished(folder)
+    path = folder / METADATA
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
