@@ -269,9 +269,10 @@ class PackedDataset(IterableDataset, Stateful):
         for name, now in self.identity().items():
             saved = state_dict["stream"].get(name, _BEFORE.get(name))
             if saved != now:
+                same = "the same files in the same order" if name == "records" else "the same value"
                 raise ValueError(
                     f"the loader's saved state has {name} = {quoted(saved)}, this run has {quoted(now)};"
-                    " resume with the same value, or begin anew in another folder (job.dump_folder)"
+                    f" resume with {same}, or begin anew in another folder (job.dump_folder)"
                 )
         cursor = Cursor.from_state_dict(state_dict.get("cursor", {}))
         if cursor.window > self._stream.order_of(cursor.epoch).num_windows or (
