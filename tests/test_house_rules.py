@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "backends": "tiles masks cuda planning exchange",
     "attention": "tiles products masks cuda planning exchange backends",
     "linear": "cuda masks planning exchange attention",
-    "sizing": "commands tiles files masks planning exchange losses models data",
+    "sizing": "commands tiles files masks planning exchange losses models data training.settings.options",
     "training.settings.options": "",
     "training.process": "files models exchange",
     "training.experts": "exchange training.process",

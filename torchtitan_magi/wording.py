@@ -1,6 +1,9 @@
 """What errors quote: values and texts that others wrote, each in one short printable line; and amounts in words."""
 
+import difflib
 import os
+import re
+from collections.abc import Sequence
 
 
 def quoted(value: object, limit: int = 80) -> str:
@@ -31,6 +34,15 @@ def one_line(text: object, limit: int = 300) -> str:
     if len(line) > limit:
         line = line[: limit - 3] + "..."
     return "".join(character if character.isprintable() else "?" for character in line)
+
+
+def unknown(option: str, of: str, known: Sequence[str]) -> str:
+    """What to say of "section.option", of whose section only the options ``known`` are there."""
+    section, dot, name = option.rpartition(".")
+    close = difflib.get_close_matches(name, known, 1)
+    instead = f"did you mean {section}{dot}{close[0]}?" if close else f"use one of {', '.join(known)}"
+    option = option if re.fullmatch(r"[\w.-]{1,80}", option) else quoted(option)
+    return f"{option} is no option of {of}; {instead}"
 
 
 def amount(number: float, noun: str = "") -> str:

@@ -550,6 +550,15 @@ def test_a_runs_file_says_pack_layout_data_and_heads(run_file, size):
     assert "2 GPUs, 2 per node; packs of 128 tokens" in size(run_file(), "--cp", "2", "--total", "128")[0]
 
 
+def test_options_of_the_command_hold_for_the_answer_too(run_file, size, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "elsewhere" / "tokenizer.json")
+    assert "tokenizer.json is not there yet" in size(run_file())[0]
+    assert "is not there yet" not in size(run_file(), "--tokenizer", "elsewhere")[0]
+    _, as_pairs = size(run_file('"records.jsonl"', '"none.jsonl"'), "--dataset", "dpo")
+    assert as_pairs["run"]["memory"]["reference"] > 0
+
+
 @pytest.mark.parametrize(("given", "flavor"), [("", "debugmodel"), ('flavor = "70B_varlen"', "70B_varlen")])
 def test_that_training_takes_another_model_than_is_sized_is_said(run_file, size, given, flavor):
     def said(file):
@@ -648,6 +657,13 @@ NO_LIST = "[compile]\nenable = true\ncomponents = 'model'\n[training]"
         ("", "", "--memory --gpus 7", "--gpus is 7, but the degrees of run.toml multiply to 8; give a multiple"),
         ("", "", "--memory --gpus 0", "--gpus is 0; give at least 1"),
         ("", "", "--memory --cp 0", "0 GPUs, 8 per node; both must be at least 1"),
+        ("", "", "--gpus-per-node 0", "4 GPUs, 0 per node; both must be at least 1"),
+        ("", "", "--cp 3", "seq_len is 64; use a multiple of 12, twice context_parallel_degree"),
+        ("", "", "--total 8", "seq_len is 8; use a multiple of 16, twice context_parallel_degree"),
+        ("seq_len = 64", "seq_len = -64", "", "training.seq_len is -64; use at least 1"),
+        ("[parallelism]", "[paralelism]", "", "paralelism is no option of torchtitan .*; did you mean parallelism"),
+        ("[model]", "[magi]\nepoch = 2\n[model]", "", "magi.epoch is no option of .*; did you mean magi.epochs"),
+        ("[model]", "[magi.dpo]\nbta = 2\n[model]", "", "magi.dpo.bta is no option of .*; did you mean magi.dpo.beta"),
         (
             "[training]",
             "[training]\nlocal_batch_size = 0",

@@ -32,6 +32,7 @@ from torchtitan_magi.sizing.predicted_run import Place, faster, predict_run, wit
 from torchtitan_magi.sizing.run_file import (
     NO_DATA,
     RunFile,
+    check_length,
     missing_data,
     notes_on,
     options_of,
@@ -65,8 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.set_defaults(**from_file)
             from_heads = from_file.get("heads")
             options = parser.parse_args(arguments)
-            options.source = NO_DATA if missing_data(run) else from_file["source"]
+            options.source = NO_DATA if missing_data(run, options.tokenizer) else from_file["source"]
             run.set("magi.share_prefixes", options.share_prefixes)
+            run.set("training.dataset", options.dataset)
+            for cp_size in options.cp:
+                check_layout(count_of_tokens(options.total), cp_size, options.gpus_per_node)
+                check_length(run, count_of_tokens(options.total), cp_size)
         if options.total is None or options.cp is None:
             raise ValueError("--total and --cp are missing; give both, or a run's TOML file")
         _check_outputs(options)
@@ -139,7 +144,7 @@ def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespa
     place = Place(gpu_named(options.gpu), node, tuple(packs.packs), packs.learned, cost)
     found = predict_run(setup, place)
     steps = steps_of(run, packs_per_step(found), packs.per_epoch)
-    return Answer(found, faster(found), steps, packs.per_epoch, packs.counts, list(notes_on(run)))
+    return Answer(found, faster(found), steps, packs.per_epoch, packs.counts, list(notes_on(run, options.tokenizer)))
 
 
 def _write(sizings: list[Sizing], answers: list[Answer], options: argparse.Namespace) -> None:
@@ -165,7 +170,6 @@ def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
     run.set("training.seq_len", total)
     for cp_size in options.cp:
         node = gpus_in_node(options, cp_size)
-        check_layout(total, cp_size, node)
         run.set("parallelism.context_parallel_degree", cp_size)
         setup = setup_of_file(run, options.gpus or 0)
         packs = tuple(make_packs(NO_DATA, total, options.packs, options.seed))

@@ -4,6 +4,7 @@ import functools
 import os
 import tomllib
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,24 @@ from torchtitan_magi.models.model_config import ModelConfig, read_model_config
 from torchtitan_magi.models.published import published_sizes
 from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
-from torchtitan_magi.wording import one_line, quoted, quoted_path, shown
+from torchtitan_magi.training.settings.options import Magi
+from torchtitan_magi.wording import one_line, quoted, quoted_path, shown, unknown
+
+# by either torchtitan, which alone knows the options of its sections
+SECTIONS: dict[str, Any] = {"magi": Magi} | dict.fromkeys(
+    (
+        "job", "model", "optimizer", "lr_scheduler", "training", "parallelism", "checkpoint", "activation_checkpoint",
+        "compile", "validation", "metrics", "profiling", "comm", "debug", "experimental", "quantize", "fault_tolerance",
+        "memory_estimation",
+    )
+)  # fmt: skip
 
 
 class RunFile:
     """The options of a TOML file.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file cannot be read, or has a section or an option of [magi] that training refuses.
     """
 
     def __init__(self, path: str) -> None:
@@ -28,6 +39,7 @@ class RunFile:
             self.sections = tomllib.loads(read_text(path, "utf-8-sig"))  # a byte order mark is let in
         except (OSError, ValueError, RecursionError) as error:  # also UnicodeDecodeError, TOMLDecodeError
             raise ValueError(f"cannot read {quoted_path(path)} ({one_line(error)}); give a run's TOML file") from None
+        _check_names(SECTIONS, self.sections)
 
     def set(self, name: str, value: Any) -> None:
         """Sets "section.option" in place of what the file has."""
@@ -53,9 +65,18 @@ class RunFile:
         if not is_kind or (choices and value not in choices):
             said = "no" if value is kind else "a wrong"
             raise ValueError(f"{self.name} has {said} {name}; set it as training needs it")
-        if type(default) is int and default > 0 and value < 1:
+        if kind is int and (default is int or default > 0) and value < 1:
             raise ValueError(f"{name} is {value}; use at least 1")
         return value
+
+
+def _check_names(known: dict[str, Any], table: dict[str, Any], prefix: str = "") -> None:
+    """Raises ValueError for a name that is none of these, nor of the dataclasses among them."""
+    for name, value in table.items():
+        if name not in known:
+            raise ValueError(unknown(f"{prefix}{name}", "torchtitan with torchtitan_magi", list(known)))
+        if is_dataclass(known[name]) and isinstance(value, dict):
+            _check_names({option.name: option.type for option in fields(known[name])}, value, f"{prefix}{name}.")
 
 
 NO_DATA = "histogram"  # whose documents stand for those of a data set that is not there yet
@@ -68,12 +89,7 @@ def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
     Raises:
         ValueError: an option that is missing or that training refuses.
     """
-    total = run.read("training.seq_len", int)
-    cp_size = run.read("parallelism.context_parallel_degree", 1)
     tp_size = run.read("parallelism.tensor_parallel_degree", 1)
-    if total < 1 or total % (2 * cp_size * tp_size):
-        multiple = f"a multiple of {2 * cp_size * tp_size}, twice context_parallel_degree times tensor_parallel_degree"
-        raise ValueError(f"training.seq_len is {total}; use {multiple}")
     dataset = run.read("training.dataset", str)
     if dataset not in ("sft", "dpo", "rollouts"):
         raise ValueError(f"training.dataset is {quoted(dataset)}; sizing reads 'sft', 'dpo' and 'rollouts'")
@@ -86,9 +102,17 @@ def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
     return {
         "source": path_of(run), "dataset": dataset, "tokenizer": folder,
         "share_prefixes": shares, "seed": run.read("debug.seed", 0),
-        "total": str(total), "cp": [cp_size], "cost": Path(cost) if cost else None,
+        "total": str(run.read("training.seq_len", int)),
+        "cp": [run.read("parallelism.context_parallel_degree", 1)], "cost": Path(cost) if cost else None,
         **(_heads(run, tp_size) if with_heads else {}),
     }  # fmt: skip
+
+
+def check_length(run: RunFile, total: int, cp_size: int) -> None:
+    """Raises ValueError for packs that training refuses with this number of context-parallel GPUs."""
+    if total % (parts := 2 * cp_size * run.read("parallelism.tensor_parallel_degree", 1)):
+        multiple = f"a multiple of {parts}, twice context_parallel_degree times tensor_parallel_degree"
+        raise ValueError(f"training.seq_len is {total}; use {multiple}")
 
 
 def reading_of(run: RunFile, dataset: str) -> dict[str, Any]:
@@ -132,7 +156,7 @@ def model_of(run: RunFile) -> ModelConfig:
     return read_model_config(folder)
 
 
-def notes_on(run: RunFile) -> Iterator[str]:
+def notes_on(run: RunFile, tokenizer: str) -> Iterator[str]:
     """Says what is not there yet, what it was sized by instead, and what is not counted."""
     folder, flavor = run.read("model.hf_assets_path", str), run.read("model.flavor", "debugmodel")
     if not os.path.exists(Path(folder) / "config.json"):
@@ -142,7 +166,7 @@ def notes_on(run: RunFile) -> Iterator[str]:
             f"model.flavor is {quoted(flavor)}, which training takes from torchtitan; the model here is that of "
             f'{shown(folder)}, which "hf" trains'
         )
-    if missing := missing_data(run):
+    if missing := missing_data(run, tokenizer):
         yield (
             f"{shown(missing)} is not there yet; documents are those of the histogram, and their lengths decide what "
             "attention takes"
@@ -153,9 +177,9 @@ def notes_on(run: RunFile) -> Iterator[str]:
         yield "training.enable_cpu_offload is true; what copies and the optimizer on the CPU take is not counted"
 
 
-def missing_data(run: RunFile) -> str | None:
-    """What is not there of a run's data and its tokenizer; None where they can be read."""
-    path, folder = path_of(run), run.read("model.hf_assets_path", str)
+def missing_data(run: RunFile, folder: str) -> str | None:
+    """What is not there of a run's data and a tokenizer's folder; None where they can be read."""
+    path = path_of(run)
     if not path:
         return "what open_trainer will be given"
     is_one = "://" not in path and not any(mark in path for mark in ",*=[")

@@ -1,7 +1,6 @@
 """The values of a TOML file, of the command line and of a program, checked one by one before anything is built."""
 
 import contextlib
-import difflib
 import functools
 import io
 import math
@@ -20,7 +19,7 @@ from torchtitan_magi.files import read_text
 from torchtitan_magi.machine import cause, lack
 from torchtitan_magi.training.process.run_folder import check_local, check_writable
 from torchtitan_magi.training.settings.options import DPO, LoRA, Magi
-from torchtitan_magi.wording import one_line, quoted, quoted_path
+from torchtitan_magi.wording import one_line, quoted, quoted_path, unknown
 
 # whole numbers: the option, the least value, and one below it that has a meaning of its own; some can be left out
 LEAST: tuple[tuple[str, int, int | None], ...] = (
@@ -127,7 +126,7 @@ def check_toml(config: type, values: dict[str, Any], prefix: str = "") -> None:
     for name, value in values.items():
         option = f"{prefix}{name}"
         if name not in known:
-            raise ValueError(_unknown(option, name, list(known)))
+            raise ValueError(_unknown(option, list(known)))
         kind: Any = known[name]
         if is_dataclass(kind):
             if not isinstance(value, dict):
@@ -143,14 +142,10 @@ def check_toml(config: type, values: dict[str, Any], prefix: str = "") -> None:
             raise ValueError(f"{option} is {quoted(value)}; use {words_for(kind)}")
 
 
-def _unknown(option: str, name: str, known: list[str]) -> str:
+def _unknown(option: str, known: list[str]) -> str:
     if option == "magi":
         return '[magi] is unknown; add custom_config_module = "torchtitan_magi.titan" to [job]'
-    option = option if re.fullmatch(r"[\w.-]{1,80}", option) else quoted(option)
-    close = difflib.get_close_matches(name, known, 1)
-    section = option.removesuffix(name)
-    instead = f"did you mean {section}{close[0]}?" if close else f"use one of {', '.join(known)}"
-    return f"{option} is no option of torchtitan {version('torchtitan')} with torchtitan_magi; {instead}"
+    return unknown(option, f"torchtitan {version('torchtitan')} with torchtitan_magi", known)
 
 
 def is_of(value: Any, kind: Any) -> bool:
