@@ -394,7 +394,8 @@ def _check_start(output: Path) -> None:
             "calibrate measures communication; start it by torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate"
         )
     if int(os.environ["LOCAL_RANK"]) >= (number := torch.cuda.device_count()):
-        raise ValueError(f"torch sees {number} GPUs here; give --nproc-per-node as many, at least 1")
+        remedy = "give --nproc-per-node as many" if number else "measure where there are GPUs"
+        raise ValueError(f"torch sees {number} GPUs here; {remedy}")
     if os.environ["RANK"] == "0":  # which writes it
         check_output(output)
 

@@ -83,7 +83,8 @@ def test_calibrate_refuses_what_has_no_figures_in_one_line(content, capsys, tmp_
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "message"), [(0, "torch sees 0 GPUs here; give"), (1, "cannot write nowhere/cost.json; give a file")]
+    ("num_gpus", "message"),
+    [(0, "torch sees 0 GPUs here; measure where"), (1, "cannot write nowhere/cost.json; give a file")],
 )
 def test_calibrate_says_before_it_measures_what_cannot_be(num_gpus, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -135,8 +136,9 @@ def test_a_copied_run_file_reads_what_is_there_or_says_what_is_not(name, tmp_pat
     ("arguments", "message"),
     [
         (["copy"], "NAME is missing; give one of debug, "),
+        (["list", "debug"], "list takes no NAME, which is 'debug'; use copy, or leave it out"),
         (["copy", "lama"], "there is no run file 'lama'; there are debug, "),
-        (["copy", "debug", "nowhere"], "cannot write nowhere/debug.toml; give a file in a folder that exists"),
+        (["copy", "debug.toml", "nowhere"], "cannot write nowhere/debug.toml; give a file in a folder that exists"),
     ],
 )
 def test_a_copy_that_cannot_be_ends_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):

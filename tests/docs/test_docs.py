@@ -8,6 +8,7 @@ from support.processes import python
 from support.runs import IS_0_3, ROOT
 
 from torchtitan_magi.planning.plan import MAX_STAGES
+from torchtitan_magi.sizing import command
 from torchtitan_magi.training.settings.options import Magi
 
 import docs_reference  # isort: skip
@@ -61,6 +62,14 @@ def typed_commits(text):
         for word in re.findall(r"\b[0-9a-f]{7,40}\b", typed)
         if re.search(r"[a-f]", word) and re.search(r"\d", word)
     ]
+
+
+@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/how-to/size.md"])
+def test_the_answer_of_size_is_that_of_the_shipped_file(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # without data and weights
+    command.main([str(ROOT / "train_configs" / "llama3_8b_sft_128k.toml")])
+    (block,) = re.findall(r"```text\n([^`]*H100\.\n[^`]*)```", (ROOT / page).read_text())
+    assert block in capsys.readouterr().out
 
 
 def test_no_commit_is_typed_by_hand():

@@ -79,13 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="run file to copy, as list names it")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="FOLDER", help="default: this folder")
     options = parser.parse_args(arguments)
-    if options.action == "list":
-        print(listing())
-        return
     try:
+        if options.action == "list":
+            if options.name is not None:
+                raise ValueError(f"list takes no NAME, which is {quoted(options.name)}; use copy, or leave it out")
+            print(listing())
+            return
         if options.name is None:
             raise ValueError(f"NAME is missing; give one of {', '.join(run_files())}")
-        copy(options.name, options.folder)
+        copy(options.name.removesuffix(".toml"), options.folder)
     except ValueError as error:
         parser.error(str(error))
 

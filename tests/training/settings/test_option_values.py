@@ -280,5 +280,5 @@ def start_without_torchrun():
 
 
 def test_a_start_without_torchrun_is_named():
-    message = "LOCAL_RANK is not set, as torchrun sets it; start it with torchrun -m torchtitan_magi.train"
-    assert call(value_errors, start_without_torchrun, [()]) == [message]
+    message = "LOCAL_RANK is not set, as torchrun sets it; start it with torchrun, as in torchrun -m"
+    assert call(value_errors, start_without_torchrun, [()]) == [f"{message} torchtitan_magi.train"]

@@ -44,7 +44,7 @@ NEED_A_GPU = (
 def check_launcher() -> None:
     """Raises ValueError, one line, in a process that no torchrun has started."""
     if "LOCAL_RANK" not in os.environ:
-        raise ValueError(f"LOCAL_RANK is not set, as torchrun sets it; start it with {ENTRY}")
+        raise ValueError(f"LOCAL_RANK is not set, as torchrun sets it; start it with torchrun, as in {ENTRY}")
 
 
 def check_gpu_options(job_config: Any, device_type: str, without: Sequence[str] = ()) -> None:
