@@ -227,7 +227,7 @@ def test_a_run_does_not_continue_from_weights_alone(tmp_path):
         assert "set checkpoint.load_step to 1" in said
         assert f"its path as checkpoint.initial_load_path and initial_load_in_hf = {in_hf}" in said
     assert "checkpoint.load_step is 7" in none
-    assert f"checkpoint.load_step is 1, but {tmp_path}/new/checkpoint is not there; use" in others.pop()
+    assert f"checkpoint.load_step is 1, but {tmp_path}/new/checkpoint has no finished checkpoint; set" in others.pop()
     assert [whole, *others] == [None] * 5
 
 

@@ -9,6 +9,7 @@ from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank, rank_and_size
 from torchtitan_magi.training.settings.optimizer import learning_rates
 from torchtitan_magi.training.settings.resume import (
+    check_load_step,
     finished_steps,
     folder_of_checkpoints,
     initial_weights,
@@ -105,13 +106,10 @@ def _loaded(job_config: Any) -> str:
         ValueError: a step is asked for, and there is none.
     """
     checkpoint, folder = job_config.checkpoint, folder_of_checkpoints(job_config)
-    if steps := finished_steps(folder):
+    steps = finished_steps(folder)
+    check_load_step(checkpoint, folder, steps)
+    if steps:
         return f"those of {shown(folder)}/step-{step_to_load(checkpoint, steps)}{RESUMED}"
-    if checkpoint.load_step != -1:
-        raise ValueError(
-            f"checkpoint.load_step is {checkpoint.load_step}, but {shown(folder)} has no finished checkpoint; set "
-            "job.dump_folder to that of the run that has it, or load_step to -1"
-        )
     path = initial_weights(job_config)
     return path and f"those of {shown(path)}{', in safetensors' if checkpoint.initial_load_in_hf else ''}"
 

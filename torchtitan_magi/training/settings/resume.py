@@ -86,6 +86,17 @@ def step_to_load(checkpoint: Any, steps: list[int]) -> int:
     return checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
 
 
+def check_load_step(checkpoint: Any, folder: Path, steps: list[int]) -> None:
+    """Raises ValueError for a step that is none of the finished ones in the folder."""
+    if checkpoint.load_step in (-1, *steps):
+        return
+    there, remedy = f"has the steps {', '.join(map(str, steps))}", "use one of them, or -1 for the latest"
+    if not steps:
+        there = "has no finished checkpoint"
+        remedy = "set job.dump_folder to that of the run that has it, or load_step to -1"
+    raise ValueError(f"checkpoint.load_step is {checkpoint.load_step}, but {shown(folder)} {there}; {remedy}")
+
+
 def last_checkpoint(job_config: Any) -> int:
     """The step from which the same command goes on; -1 without a finished checkpoint."""
     checkpoint = job_config.checkpoint
@@ -104,13 +115,7 @@ def _loaded_folders(job_config: Any) -> list[Path]:
     initial = checkpoint.initial_load_path
     if saved.is_dir() or checkpoint.load_step != -1:
         steps = finished_steps(saved)
-        if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
-            there = f"has the steps {', '.join(map(str, steps))}" if steps else "has no finished checkpoint"
-            there = there if saved.is_dir() else "is not there"
-            raise ValueError(
-                f"checkpoint.load_step is {checkpoint.load_step}, but {shown(saved)} {there}; use one of them, or -1 "
-                "for the latest"
-            )
+        check_load_step(checkpoint, saved, steps)
         last = saved / f"step-{step_to_load(checkpoint, steps)}"
         if (last / METADATA).is_file():
             folders.append(last)
