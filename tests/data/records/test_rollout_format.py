@@ -51,7 +51,7 @@ REWARDED = {"completion": "a", "reward": 1}
     ("record", "what"),
     [
         ([], r"the line is \[\]; write an object"),
-        ({"prompt": "q"}, '"completions" is None; write a list of objects'),
+        ({"prompt": "q"}, r"the record has no \"completions\", only the keys \['prompt'\]; write a list of objects"),
         ({"prompt": "q", "completions": ["a"]}, r"\"completions\" is \['a'\]; write a list of objects"),
         ({"prompt": "q", "completions": [{"completion": "a"}]}, 'do not all have one of "advantage" and "reward"'),
         ({"prompt": "q", "completions": [ANSWER, REWARDED]}, 'do not all have one of "advantage" and "reward"'),

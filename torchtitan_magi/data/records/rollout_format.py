@@ -39,9 +39,10 @@ def parse_rollouts(record: Any) -> dict[str, Any]:
     if answers is None and not record.keys().isdisjoint(("completion", "completion_ids")):
         answers = [{key: record[key] for key in OF_ANSWER if key in record}]
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
+        lacks = f'the record has no "completions", only the keys {quoted(sorted(record))}'
         raise ValueError(
-            f'"completions" is {quoted(answers)}; write a list of objects with "completion" (or "completion_ids") and '
-            '"advantage" (or "reward")'
+            (lacks if answers is None else f'"completions" is {quoted(answers)}')
+            + '; write a list of objects with "completion" (or "completion_ids") and "advantage" (or "reward")'
         )
     answers = [_without_null(answer) for answer in answers]
     names = [f"completions[{number}]" for number in range(len(answers))]
