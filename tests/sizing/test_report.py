@@ -27,7 +27,7 @@ from torchtitan_magi.planning.summary import describe_plan
 from torchtitan_magi.sizing import answer, sample_packs
 from torchtitan_magi.sizing import command as report
 from torchtitan_magi.sizing.memory import describe, predict
-from torchtitan_magi.sizing.run_file import RunFile
+from torchtitan_magi.sizing.run_file import RunFile, setup_of_file
 from torchtitan_magi.sizing.run_setup import setup_of
 from torchtitan_magi.sizing.sample_packs import HISTOGRAM
 from torchtitan_magi.sizing.strategies import outcomes as strategies
@@ -625,6 +625,12 @@ def test_memory_is_that_of_the_gpus_that_are_given(run_file, capsys):
     alone, shared = (describe(predict(setup_of(read, model, shard))) for shard in (1, 2))
     assert shared in printed
     assert alone not in printed
+
+
+def test_stages_may_have_no_layer_less_than_others(run_file):
+    less = "\npipeline_parallel_first_stage_less_layers = 0\npipeline_parallel_last_stage_less_layers = 0"
+    path = run_file("degree = 2", f"degree = 2\npipeline_parallel_degree = 2{less}")
+    assert setup_of_file(RunFile(path)).rank_layers == ((0,), (1,))
 
 
 NO_LIST = "[compile]\nenable = true\ncomponents = 'model'\n[training]"

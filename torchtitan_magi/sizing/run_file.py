@@ -50,7 +50,8 @@ class RunFile:
         """The value of "section.option", see ``run_setup.Read``.
 
         Raises:
-            ValueError: it is missing, of another type, none of the values, or below 1 where the default is not.
+            ValueError: it is missing, of another type, none of the values, or, where there are none, below 1 and the
+                default is not.
         """
         choices = default if isinstance(default, tuple) else ()
         default = choices[0] if choices else default
@@ -65,7 +66,7 @@ class RunFile:
         if not is_kind or (choices and value not in choices):
             said = "no" if value is kind else "a wrong"
             raise ValueError(f"{self.name} has {said} {name}; set it as training needs it")
-        if kind is int and (default is int or default > 0) and value < 1:
+        if kind is int and not choices and (default is int or default > 0) and value < 1:
             raise ValueError(f"{name} is {value}; use at least 1")
         return value
 
