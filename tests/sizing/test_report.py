@@ -627,6 +627,16 @@ def test_memory_is_that_of_the_gpus_that_are_given(run_file, capsys):
     assert alone not in printed
 
 
+@pytest.mark.parametrize("nodes", ["--gpus-per-node 8", "--nodes 2"])
+def test_memory_alone_leaves_tensor_parallel_ranks_their_share_of_a_node(run_file, nodes, capsys):
+    path, model = run_file(), read_model_config("model")
+    report.main([path, "--memory", "--cp", "8", "--total", "64k", *nodes.split()])
+    printed = " ".join(capsys.readouterr().out.split())
+    of_eight = replace(setup_of(RunFile(path).read, model, 1), cp=8, seq_len=65536)
+    assert describe(predict(replace(of_eight, cp_per_machine=4))) in printed
+    assert describe(predict(of_eight)) not in printed  # all in one node
+
+
 def test_stages_may_have_no_layer_less_than_others(run_file):
     less = "\npipeline_parallel_first_stage_less_layers = 0\npipeline_parallel_last_stage_less_layers = 0"
     path = run_file("degree = 2", f"degree = 2\npipeline_parallel_degree = 2{less}")

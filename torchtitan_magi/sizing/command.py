@@ -138,13 +138,16 @@ def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespa
         is_open = run.read("parallelism.data_parallel_shard_degree", -1) < 1
         num_gpus = max(least, options.gpus_per_node // least * least) if is_open else least
     cost = None if options.cost is None else CostModel.load(options.cost)
-    setup, node = setup_of_file(run, num_gpus), options.gpus_per_node
-    if options.nodes is not None:  # of context-parallel ranks, each with its tensor-parallel ones
-        node = gpus_in_node(options, cp_size) * setup.tp
-    place = Place(gpu_named(options.gpu), node, tuple(packs.packs), packs.learned, cost)
+    setup = setup_of_file(run, num_gpus)
+    place = Place(gpu_named(options.gpu), _node_of(setup, options), tuple(packs.packs), packs.learned, cost)
     found = predict_run(setup, place)
     steps = steps_of(run, packs_per_step(found), packs.per_epoch)
     return Answer(found, faster(found), steps, packs.per_epoch, packs.counts, list(notes_on(run, options.tokenizer)))
+
+
+def _node_of(setup: Setup, options: argparse.Namespace) -> int:
+    """GPUs in each node; --nodes are those of context-parallel ranks, each with its tensor-parallel ones."""
+    return options.gpus_per_node if options.nodes is None else gpus_in_node(options, setup.cp) * setup.tp
 
 
 def _write(sizings: list[Sizing], answers: list[Answer], options: argparse.Namespace) -> None:
@@ -169,12 +172,11 @@ def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
     total, found = count_of_tokens(options.total), []
     run.set("training.seq_len", total)
     for cp_size in options.cp:
-        node = gpus_in_node(options, cp_size)
         run.set("parallelism.context_parallel_degree", cp_size)
         setup = setup_of_file(run, options.gpus or 0)
         packs = tuple(make_packs(NO_DATA, total, options.packs, options.seed))
-        place = Place(gpu_named(options.gpu), options.gpus_per_node, packs)
-        found.append(with_keeping(replace(setup, cp_per_machine=node), place))
+        place = Place(gpu_named(options.gpu), _node_of(setup, options), packs)
+        found.append(with_keeping(replace(setup, cp_per_machine=place.cp_in_node(cp_size, setup.tp)), place))
     return found
 
 

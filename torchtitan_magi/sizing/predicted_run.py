@@ -45,11 +45,15 @@ class Place:
     def __hash__(self) -> int:
         return id(self.packs)
 
+    def cp_in_node(self, cp_size: int, tp_size: int) -> int:
+        """Context-parallel ranks of a pack in each node."""
+        return max(1, min(self.gpus_per_node // tp_size, cp_size))
+
     @functools.lru_cache(maxsize=64)  # noqa: B019 - lives as long as a command
     def attention(self, total: int, cp_size: int, tp_size: int, heads: Heads) -> FloatArray:
         """Seconds of a layer's forward and backward on a full mask, as planned and on one GPU divided by the GPUs:
         [packs, 2, 2]."""
-        node = max(1, min(self.gpus_per_node // tp_size, cp_size))
+        node = self.cp_in_node(cp_size, tp_size)
         cases = [Case(pack, total, cp_size, node, heads, self.cost or self.gpu.cost) for pack in self.packs]
         return np.array([[_planned(case), case.ideal_seconds] for case in cases])
 
@@ -101,8 +105,7 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
     Raises:
         ValueError: a tensor-parallel degree that does not divide the heads.
     """
-    cp_in_node = max(1, min(place.gpus_per_node // setup.tp, setup.cp))
-    given = replace(setup, learned=place.learned, cp_per_machine=cp_in_node)
+    given = replace(setup, learned=place.learned, cp_per_machine=place.cp_in_node(setup.cp, setup.tp))
     setup = with_keeping(given, place)
     work = _attention_work(setup, place)
     mean_tokens = float(np.mean([tokens_and_parents(pack)[0].sum() for pack in place.packs]))
