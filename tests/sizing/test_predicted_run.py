@@ -407,6 +407,12 @@ def test_what_is_not_counted_is_said(tmp_path, monkeypatch, capsys):
     assert "enable_cpu_offload is true; what copies and the optimizer on the CPU take is not counted" in said
 
 
+def test_tensor_parallel_ranks_gather_their_part_of_the_experts():
+    setup = Setup(SIZES["Qwen3-30B-A3B"], 8192, dp_shard=8)
+    whole, split = (time_of_step(each, H100, 8, (0.0, 0.0), 0.0).parts for each in (setup, replace(setup, tp=4)))
+    assert split["FSDP's copies"] == pytest.approx(whole["FSDP's copies"] / 4, rel=0.01)
+
+
 def test_gpus_are_named_in_any_case_and_slower_ones_are_slower():
     assert gpu_named("h100") is GPUS["H100"]
     assert A100.cost.forward.pair > H100.cost.forward.pair

@@ -8,7 +8,7 @@ parallelism does not.
 from dataclasses import dataclass
 
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
-from torchtitan_magi.models.shapes import adapters_of, block_of, num_moe_layers, parameters_of
+from torchtitan_magi.models.shapes import adapters_of, block_of, num_moe_layers
 from torchtitan_magi.sizing.activations import CHUNK, blocks_of, kept_of_block, kinds_of_layers
 from torchtitan_magi.sizing.gpus import (
     BESIDE_COPIES,
@@ -269,5 +269,5 @@ def _copies(setup: Setup, gpu: Gpu) -> float:
 
 def _gathered(setup: Setup) -> float:
     """Number of parameters that FSDP2 brings to a rank in a pass over its layers."""
-    each = parameters_of(setup.model, setup.tp, setup.ep)
+    each = setup.on_rank
     return (each.dense + each.experts * num_moe_layers(setup.model)) / setup.pp
