@@ -22,7 +22,7 @@ from torchtitan_magi.sizing.exchanged_rows import (
     states_of_parts,
 )
 from torchtitan_magi.sizing.memory import GIB, describe, moments, predict, remedies
-from torchtitan_magi.sizing.run_setup import Setup
+from torchtitan_magi.sizing.run_setup import Setup, setup_of
 from torchtitan_magi.training.memory_log import give_back_before
 
 LLAMA_8B = ModelConfig("llama3", 4096, 32, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5))
@@ -160,6 +160,25 @@ def test_a_prediction_above_the_gpus_memory_names_remedies_that_help():
     assert not re.search("checkpoint|reference|offload|replicate", small)
     assert "context_parallel_degree = 8 on twice the GPUs" in small
     assert f"at most {now:.1f} GiB of 80.0, in " in describe(predict(setup), 80 * GIB)
+
+
+def test_no_remedy_is_named_that_training_refuses():
+    def run(**options):
+        given = {"training.seq_len": 2**20, "training.dataset": "dpo", "magi.rollouts.beta": 0.1, **options}
+        return setup_of(
+            lambda name, default: given.get(name, default[0] if type(default) is tuple else default), LLAMA_8B, 1
+        )
+
+    pairs, rollouts = run(), run(**{"training.dataset": "rollouts"})
+    stages = run(**{"parallelism.pipeline_parallel_degree": 2})
+    assert all(setup.reference for setup in (pairs, rollouts, stages))
+    assert ["magi.dpo.reference" in remedies(setup) for setup in (pairs, rollouts, stages)] == [True, False, False]
+    for setup, has_fsdp in (
+        (replace(pairs, by_02=True), False),
+        (replace(pairs, by_02=True, dp_shard=2), True),
+        (replace(pairs, by_02=False), True),
+    ):
+        assert ("training.enable_cpu_offload" in remedies(setup)) == has_fsdp
 
 
 def lines_on_a_gpu(retries):

@@ -205,6 +205,8 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if model.num_heads_kv % (2 * tp) == model.vocab_size % (2 * tp) == 0:
         yield f"parallelism.tensor_parallel_degree = {2 * tp} on twice the GPUs", replace(setup, tp=2 * tp)
     yield 'activation_checkpoint.mode = "full"', replace(setup, checkpointing="full")
-    yield 'magi.dpo.reference = "file"', replace(setup, reference=False)
-    yield "training.enable_cpu_offload = true", replace(setup, offload=True)
+    if setup.reference_in_file:
+        yield 'magi.dpo.reference = "file"', replace(setup, reference=False)
+    if setup.fsdp > 1 or not setup.by_02:  # FSDP does it, which 0.3 has on one GPU, too
+        yield "training.enable_cpu_offload = true", replace(setup, offload=True)
     yield f"training.seq_len = {setup.seq_len // 2}", replace(setup, seq_len=setup.seq_len // 2)

@@ -55,8 +55,9 @@ class Setup:
         microbatches: of a step. schedule: in which order a pipeline computes them, ``at_once`` at a time. stage_layers:
             layers of each of its stages; empty: as torchtitan shares them out by itself, see ``layers_of_stages``.
         lora_rank, lora_targets: of adapters, where only these are trained.
-        reference: whether a frozen copy of the model is there for preference training. logits_again: whether the loss
-            makes logits again for its backward, as those of pairs and of rollouts.
+        reference: whether a frozen copy of the model is there for preference training. reference_in_file: whether a
+            file may stand in for it. logits_again: whether the loss makes logits again for its backward, as those of
+            pairs and of rollouts.
         offload: whether parameters, gradients and states are in the host's memory. staged: whether a checkpoint of them
             is there, too, while it is written. reshard: torchtitan's fsdp_reshard_after_forward. sequence_parallel:
             whether tensor parallelism splits the sequence between blocks.
@@ -100,6 +101,7 @@ class Setup:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     reference: bool = False
+    reference_in_file: bool = True
     logits_again: bool = False
     offload: bool = False
     staged: bool = False
@@ -291,7 +293,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         )
     schedule = read("parallelism.pipeline_parallel_schedule", "1F1B")
     stage_layers = _read_stage_layers(read, model.num_layers, pp, schedule)
-    rank = read("magi.lora.rank", 0)
+    rank, dataset = read("magi.lora.rank", 0), read("training.dataset", str)
     targets = tuple(read("magi.lora.target_modules", [*LORA_TARGETS])) if rank else ()
     if pp > 1:
         check_microbatches(batch, packs, pp, schedule)
@@ -327,7 +329,8 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         lora_rank=rank,
         lora_targets=targets,
         reference=_has_reference(read),
-        logits_again=read("training.dataset", str) in ("dpo", "rollouts"),
+        reference_in_file=dataset == "dpo" and pp == 1,
+        logits_again=dataset in ("dpo", "rollouts"),
         offload=read("training.enable_cpu_offload", False),
         staged=read("checkpoint.enable", False) and read("checkpoint.async_mode", "disabled") != "disabled",
         reshard=read("parallelism.fsdp_reshard_after_forward", RESHARD),
