@@ -109,6 +109,14 @@ def test_what_a_run_took_corrects_the_next_decision(machine, tmp_path, log):
     assert decided(other, tmp_path) == decided(other, tmp_path / "none")  # of another setup nothing is noted
 
 
+def test_a_note_that_cannot_be_written_does_not_end_the_run(tmp_path, log):
+    (tmp_path / "full").touch()
+    note_beyond(SETUP, tmp_path / "full", GIB)
+    (record,) = log.records
+    assert record.levelname == "WARNING"
+    assert "full/activation_memory.json cannot be written (" in record.getMessage()
+
+
 def test_a_note_that_cannot_be_read_is_none(machine, tmp_path):
     first = decided(SETUP, tmp_path)
     for content in (b"{", b"[1]", b"\xff", json.dumps({"a": "b"}).encode()):

@@ -24,7 +24,7 @@ from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import PACKS, first_packs, make_packs
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.process.all_ranks import agreed, gathered, on_first_rank
-from torchtitan_magi.wording import quoted
+from torchtitan_magi.wording import one_line, quoted, shown
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,14 @@ def beyond_of_last(setup: Setup, folder: Path) -> int:
 def note_beyond(setup: Setup, folder: Path, beyond: int) -> None:
     """Notes for later decisions about a setup how many bytes on a GPU a run took beyond what was predicted. The most
     that is noted stays: a run that took less may have kept less, or had packs that bring fewer rows."""
-    folder.mkdir(parents=True, exist_ok=True)
     most = max(beyond, beyond_of_last(setup, folder))
-    write_whole(folder / FILE, json.dumps({**_read(folder), _key(setup): most}).encode())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / FILE, json.dumps({**_read(folder), _key(setup): most}).encode())
+    except OSError as error:  # a run does not end for want of a note
+        logger.warning(
+            f"{shown(folder / FILE)} cannot be written ({one_line(error)}); later runs decide without what this took"
+        )
 
 
 def _read(folder: Path) -> dict[str, int]:
