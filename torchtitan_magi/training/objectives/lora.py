@@ -136,6 +136,9 @@ def save_adapters(
     Args:
         adapter: torchtitan's StateDictAdapter of the model.
         base: the folder of the frozen weights.
+
+    Raises:
+        OSError: on all ranks: a file cannot be written.
     """
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, layer in adapted_layers(parts):
@@ -148,7 +151,8 @@ def save_adapters(
         rows_a, rows_b = torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs))
         tensors |= {f"{prefix}.lora_A.weight": rows_a, f"{prefix}.lora_B.weight": rows_b.contiguous()}
     tensors = _gathered(tensors)
-    if dist.get_rank() == 0:
+
+    def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         layers = list(dict.fromkeys(name.removesuffix(".lora_A.weight") for name in tensors if "lora_A" in name))
         config: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
@@ -161,7 +165,8 @@ def save_adapters(
         content = save(tensors, {"format": "pt"})
         write_whole(folder / ADAPTER, content)  # save_file's files are for their owner alone
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    dist.barrier()
+
+    on_first_rank(write)
 
 
 def _of_experts(
