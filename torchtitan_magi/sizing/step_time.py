@@ -10,16 +10,7 @@ from dataclasses import dataclass
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.models.shapes import adapters_of, block_of, num_moe_layers
 from torchtitan_magi.sizing.activations import CHUNK, blocks_of, kept_of_block, kinds_of_layers
-from torchtitan_magi.sizing.gpus import (
-    BESIDE_COPIES,
-    BETWEEN,
-    HOST_LINK,
-    IN_STEPS,
-    OF_LAYER,
-    RULE,
-    RULE_BACKWARD,
-    Gpu,
-)
+from torchtitan_magi.sizing.gpus import BESIDE_COPIES, BETWEEN, HOST_LINK, IN_STEPS, OF_LAYER, RULE, RULE_BACKWARD, Gpu
 from torchtitan_magi.sizing.keeping.kinds import AHEAD, ALL, INPUTS, KEPT, PRODUCTS
 from torchtitan_magi.sizing.run_setup import Setup
 

@@ -10,14 +10,7 @@ from typing import Literal, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
-from torchtitan_magi.training.settings.options import (
-    DPO_DATASET,
-    EXPERTS,
-    OUR_DATASETS,
-    ROLLOUTS_DATASET,
-    LoRA,
-    Magi,
-)
+from torchtitan_magi.training.settings.options import DPO_DATASET, EXPERTS, OUR_DATASETS, ROLLOUTS_DATASET, LoRA, Magi
 from torchtitan_magi.training.settings.values import is_of, words_for
 from torchtitan_magi.wording import quoted, quoted_path
 
