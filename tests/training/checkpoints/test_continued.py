@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from support.runs import corpus, new_folder, train, watch
 
+from torchtitan_magi.training.checkpoints.digests import METADATA
+from torchtitan_magi.training.settings.resume import finished_steps
+
 SAVED, STEPS = 3, 6
 
 
@@ -54,3 +57,10 @@ def test_steps_that_take_more_packs_than_before_continue_at_a_constant_rate(tmp_
     more = ["--checkpoint.load_step", f"{before}", "--training.global_batch_size", "4"]
     resumed = train(1, [*arguments, *more], entry="torchtitan_magi.train").metrics
     assert [(metrics["step"], metrics["lr"]) for metrics in resumed] == [(before + 1, first[-1]["lr"])]
+
+
+def test_only_folders_with_a_number_are_steps(tmp_path):
+    for name in ("step-3", "step-²", "step-3.best", "step-"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / METADATA).touch()
+    assert finished_steps(tmp_path) == [3]

@@ -78,7 +78,7 @@ def base_of_adapters(job_config: Any) -> tuple[str, str]:
 def finished_steps(folder: Path) -> list[int]:
     """Steps of the finished checkpoints in torchtitan's folder, the latest first."""
     finished = itertools.chain(folder.glob(f"step-*/{METADATA}"), folder.glob(f"step-*/{INDEX}"))
-    return sorted({int(name) for path in finished if (name := path.parent.name[5:]).isdigit()}, reverse=True)
+    return sorted({int(name) for path in finished if (name := path.parent.name[5:]).isdecimal()}, reverse=True)
 
 
 def step_to_load(checkpoint: Any, steps: list[int]) -> int:
