@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +31,7 @@ from torchtitan_magi.training.objectives.policy_gradient import PolicyGradient
 from torchtitan_magi.training.objectives.reference_file import reference_file
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
 from torchtitan_magi.training.process.all_ranks import gathered
-from torchtitan_magi.training.process.groups import data_parallel_place, group_of
+from torchtitan_magi.training.process.groups import data_parallel_place, group_of, reduced
 from torchtitan_magi.training.process.last_line import stopped, told_on_signal
 from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
@@ -323,8 +322,7 @@ class ObjectiveTrainer:
             batch.num_items = self.objective.count_items(batch)
         counts = zip(*((batch.num_items, batch.num_tokens, batch.num_labels) for batch in batches), strict=True)
         of_all = torch.stack([torch.full((), sum(count), dtype=torch.float64, device=self.device) for count in counts])
-        if self.parallel_dims.dp_enabled:
-            dist.all_reduce(of_all, group=group_of(self.parallel_dims, "batch"))
+        reduced(of_all, group_of(self.parallel_dims, "batch"))
         self.num_items = of_all[0].where(of_all[0] > 0, 1).float()  # a step without any item has no loss
         self.num_tokens_seen += of_all[1].long()
         self.metrics_processor.tokens_and_labels += of_all[1:].long()
