@@ -150,12 +150,8 @@ def reference_file(policy: Policy, section: Any) -> ReferenceFile:
         logprobs[ids, numbers] = found
         return reduced(logprobs, group).flatten(1)
 
-    precision = job_config.training.mixed_precision_param
-    weights, configuration = (
-        partial(fingerprint_of_model, policy.model_parts, precision),
-        policy.model_facts.fingerprint,
-    )
-    return ReferenceFile(weights, configuration, open_data, policy.device)
+    weights = partial(fingerprint_of_model, policy.model_parts, job_config.training.mixed_precision_param)
+    return ReferenceFile(weights, policy.model_facts.fingerprint, open_data, policy.device)
 
 
 def read_logprobs(
