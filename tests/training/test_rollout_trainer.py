@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from support.degrees import degree_arguments
@@ -12,6 +13,7 @@ from support.rollouts import rollouts_file
 from support.runs import DEBUG_TOML, IS_0_3, TrainingError, new_folder, run_script, train
 
 from torchtitan_magi import open_trainer
+from torchtitan_magi.training.rollout_trainer import RolloutTrainer
 
 PROGRAM = """
 import json, sys
@@ -44,6 +46,17 @@ REFUSED = (
     "rollouts is 3 on rank 0; give a list of records there",
     "training.steps is 5, and all of them are done; set it to more",
 )
+
+
+class Unprinted(list):
+    def __repr__(self):
+        raise AssertionError("seconds for the numbers of many answers")
+
+
+def test_rollouts_are_written_out_only_to_be_refused():
+    steps, run = [], SimpleNamespace(step=0, last_words=SimpleNamespace(note_step=lambda step: None))
+    RolloutTrainer(run, lambda given: steps.append(given) or {}).train_step(Unprinted([{"prompt_ids": [1]}]))
+    assert steps == [[{"prompt_ids": [1]}]]
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,10 @@ class RolloutTrainer:
         Raises:
             ValueError: `rollouts[index]: what; remedy`, and after the last step.
         """
-        given: Any = quoted(rollouts)
         if isinstance(rollouts, Iterable) and not isinstance(rollouts, Mapping | str):
-            given = list(rollouts)
+            given: Any = list(rollouts)
+        else:
+            given = quoted(rollouts)
         if isinstance(given := of_first_rank(given), str):
             raise ValueError(f"rollouts is {given} on rank 0; give a list of records there")
         self._trainer.last_words.note_step(self.step)
