@@ -101,16 +101,20 @@ def _load_of_layers(layers: list[Tensor], group: Group) -> tuple[list[float], in
 
 def _taken(layer: Tensor) -> Tensor:
     """What a layer has counted, float [experts] of all tensor-parallel ranks; counting begins anew."""
-    counts = _with_noted(layer)
-    whole = counts.full_tensor() if isinstance(counts, DTensor) else counts
+    counts = whole(_with_noted(layer))
     layer.zero_()
     layer.noted = 0  # type: ignore[attr-defined]
-    return whole
+    return counts
 
 
 def local(*weights: Tensor) -> list[Tensor]:
     """This rank's part of each."""
     return [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a tensor, on each of the ranks that have parts of it; a collective of these."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def by_expert(x_RD: Tensor, counts_E: Tensor, weights: list[Tensor], run: Callable[..., Tensor]) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.names import ADAPTERS
@@ -20,7 +19,7 @@ from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Micro
 from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import METADATA, read_metadata
-from torchtitan_magi.training.experts import expert_biases, expert_counts_kept
+from torchtitan_magi.training.experts import expert_biases, expert_counts_kept, whole
 from torchtitan_magi.training.memory_log import give_back_before
 from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
@@ -305,9 +304,9 @@ class ObjectiveTrainer:
             layer = name.partition("experts.")[0] if "experts." in name else ""
             layers.setdefault(layer, {})[name] = tensor
         for layer, tensors in layers.items():
-            whole = {name: _whole(tensor) for name, tensor in tensors.items()} if layer else tensors
-            for name, tensor in self.checkpointer.sd_adapter.to_hf(whole).items():
-                yield name, _whole(tensor)
+            found = {name: whole(tensor) for name, tensor in tensors.items()} if layer else tensors
+            for name, tensor in self.checkpointer.sd_adapter.to_hf(found).items():
+                yield name, whole(tensor)
 
     def _stopped(self) -> str:
         return stopped(self.steps_done, last_checkpoint(self.job_config))
@@ -376,10 +375,6 @@ class ObjectiveTrainer:
         self.loaded_alpha = state_dict.get(ALPHA)
         for objective in self.objectives:
             objective.reference.load_state_dict(state_dict)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.files import write_whole
 from torchtitan_magi.models.names import ADAPTER, plain_name
-from torchtitan_magi.training.experts import expert_counts_kept, local
+from torchtitan_magi.training.experts import expert_counts_kept, local, whole
 from torchtitan_magi.training.objectives.dpo import PairBatch, logprobs_by
 from torchtitan_magi.training.objectives.fingerprint import KnownWeights, fingerprint_of_model
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
@@ -46,8 +45,8 @@ def log_trainable(parts: Sequence[nn.Module], pp_group: Group, device: torch.dev
     """Logs how many parameters are trained. A collective of the pipeline's ranks; this one has the parts."""
     sizes = [(parameter.numel(), parameter.requires_grad) for part in parts for parameter in part.parameters()]
     own = [sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)]
-    whole, trained = reduced(torch.tensor(own, device=device), pp_group).tolist()
-    logger.info(f"LoRA trains {trained:,} parameters, {100 * trained / whole:.2g}% of the model's {whole:,}")
+    in_all, trained = reduced(torch.tensor(own, device=device), pp_group).tolist()
+    logger.info(f"LoRA trains {trained:,} parameters, {100 * trained / in_all:.2g}% of the model's {in_all:,}")
 
 
 @contextlib.contextmanager
@@ -233,8 +232,7 @@ def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _whole_parameters(part: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in part.named_parameters()}
-    return {name: x.detach().cpu().to(dtype) for name, x in whole.items()}
+    return {name: whole(x).detach().cpu().to(dtype) for name, x in part.named_parameters()}
 
 
 def _of_linear(

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.losses.boundaries import document_weights
 from torchtitan_magi.training.batches.microbatch import MICROBATCH, LocalBatch, Microbatch, Process
+from torchtitan_magi.training.experts import whole
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 
@@ -169,7 +169,7 @@ class LossRecord:
 
     def sum_and_count(self) -> Tensor:
         """float32 [2]: summed loss and number of items of the last step."""
-        loss = sum(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss, _ in self.microbatches)
+        loss = sum(whole(loss) for loss, _ in self.microbatches)
         assert isinstance(loss, Tensor)
         count = torch.as_tensor(sum(count for _, count in self.microbatches), device=loss.device)
         return torch.stack([loss.float(), count.float()])

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.training.batches.microbatch import MICROBATCH, Process, on_device
-from torchtitan_magi.training.experts import expert_counts_kept
+from torchtitan_magi.training.experts import expert_counts_kept, whole
 from torchtitan_magi.training.objectives.objective import Objective
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.process.groups import group_of, reduced
@@ -55,7 +54,7 @@ def validate(
             else:
                 losses = pipeline.losses(objective, [x for x, _ in group], [y for _, y in group], process)
         for loss in losses:
-            loss_sum += (loss.full_tensor() if isinstance(loss, DTensor) else loss) / objective.num_loss_replicas
+            loss_sum += whole(loss) / objective.num_loss_replicas
     dims = metrics_processor.parallel_dims
     for axis in ("pp", "loss"):  # 0 on ranks without the last stage
         reduced(loss_sum, group_of(dims, axis))
