@@ -181,8 +181,9 @@ def test_no_remedy_is_named_that_training_refuses():
         assert ("training.enable_cpu_offload" in remedies(setup)) == has_fsdp
 
 
-def lines_on_a_gpu(retries):
-    """What a GPU of 80 GiB logs: predictions that fit and that do not, measurements of steps 1, 10 and 20."""
+def lines_on_a_gpu(retries, before=0):
+    """What a GPU of 80 GiB logs: predictions that fit and that do not, measurements of steps 1, 10 and 20 after those
+    before, from which a run goes on."""
     import torch.distributed as dist
 
     from torchtitan_magi.training.activations.gpu_memory import GpuMemory
@@ -206,12 +207,13 @@ def lines_on_a_gpu(retries):
         setup = replace(SETUP, checkpointing="full", cp=8)
         memory = GpuMemory(80 * GIB)
         measured = MeasuredMemory(setup, log_prediction(setup, memory.capacity), "cpu", None, memory)
-        outside = [measured.look(step)["memory/outside_pytorch(GiB)"] for step in (1, 10, 20)]
+        outside = [measured.look(before + step)["memory/outside_pytorch(GiB)"] for step in (1, 10, 20)]
     return lines, outside
 
 
-def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured():
-    lines, outside = call(lines_on_a_gpu, (2, 5, 5))
+@pytest.mark.parametrize("before", [0, 100])
+def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured(before):
+    lines, outside = call(lines_on_a_gpu, (2, 5, 5), before)
     levels, texts = zip(*lines, strict=True)
     assert levels == ("INFO", "WARNING", "INFO", "INFO")
     assert "GiB of 80.0, in the last block's backward (parameters 7.5, " in texts[0]

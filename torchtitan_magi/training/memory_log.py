@@ -26,7 +26,7 @@ from torchtitan_magi.wording import one_line
 logger = logging.getLogger(__name__)
 
 FULL = 0.05  # of a GPU's memory that the next decision leaves free beside if a run did not fit, or hardly
-SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
+SETTLED = 5  # steps of a process after which all memory has been taken: compilers are done, optimizer states exist
 
 
 def memory_of_run(
@@ -104,6 +104,7 @@ class MeasuredMemory:
         self.before = 0 if folder is None else beyond_of_last(setup, folder)
         self.allocated = self.reserved = 0  # most bytes that PyTorch's allocator has given out, and has had
         self.retries = 0  # of its searches for free memory, in each of which all that it has free goes back to the GPU
+        self.settled: int | None = None  # step
         self.to_say = [self._say_slow, self._say_measured]
 
     def look(self, step: int) -> dict[str, float]:
@@ -115,7 +116,9 @@ class MeasuredMemory:
         self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
         self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
-        if step >= SETTLED and self.to_say:
+        if self.settled is None:
+            self.settled = step + SETTLED - 1
+        if step >= self.settled and self.to_say:
             found = torch.tensor([self.allocated, self.reserved, outside, retries - self.retries])
             found = found.to(self.device_type)
             dist.all_reduce(found, dist.ReduceOp.MAX)
