@@ -38,11 +38,6 @@ class Answer:
     notes: list[str]
 
     @property
-    def packs_per_step(self) -> int:
-        """Over all data-parallel ranks."""
-        return packs_per_step(self.run)
-
-    @property
     def hours(self) -> float | None:
         """Hours of the whole run, without checkpoints and validation."""
         return None if self.steps is None else self.steps * self.run.time.total / 3600
@@ -50,13 +45,8 @@ class Answer:
     @property
     def epochs(self) -> float | None:
         """Passes over the data."""
-        return self.steps * self.packs_per_step / self.per_epoch if self.steps and self.per_epoch else None
-
-
-def packs_per_step(run: PredictedRun) -> int:
-    """Packs that a step takes, over all data-parallel ranks."""
-    setup = run.setup
-    return setup.packs * setup.microbatches * setup.dp_shard * setup.dp_replicate
+        packs = self.run.setup.packs_per_step
+        return self.steps * packs / self.per_epoch if self.steps and self.per_epoch else None
 
 
 def answer_lines(answer: Answer) -> list[str]:
@@ -86,7 +76,7 @@ def verdict(answer: Answer) -> list[str]:
         fits += f"{run.place.host / GIB:.0f} are taken to be there."
     else:
         fits = f"Just fits: {taken} on {where}; a prediction is off by up to 8%."
-    packs = counted(answer.packs_per_step, "pack")
+    packs = counted(setup.packs_per_step, "pack")
     step = f"A step of {packs} ({run.tokens:,.0f} tokens) takes {_seconds(run.time.total)} s: "
     step += (
         f"{run.tokens_per_second:,.0f} tokens/s per GPU, MFU {run.mfu:.0%}, attention at {run.efficiency:.0%} of ideal."
@@ -104,7 +94,7 @@ def _keeping(setup: Setup) -> Iterator[str]:
 
 def _sharing(answer: Answer) -> Iterator[str]:
     if answer.counts is not None and answer.per_epoch is not None:
-        yield f"magi.share_prefixes: {answer.counts.sharing(answer.packs_per_step, answer.per_epoch)}."
+        yield f"magi.share_prefixes: {answer.counts.sharing(answer.run.setup.packs_per_step, answer.per_epoch)}."
 
 
 def _length(answer: Answer) -> str:
@@ -209,6 +199,6 @@ def _sharing_json(answer: Answer) -> dict[str, float] | None:
         "records": counts.documents,
         "tokens": counts.tokens,
         "tokens_flat": counts.tokens + counts.shared_tokens,
-        "records_per_step": answer.packs_per_step * counts.pieces / counts.packs,
-        "steps_per_epoch": answer.per_epoch / answer.packs_per_step,
+        "records_per_step": answer.run.setup.packs_per_step * counts.pieces / counts.packs,
+        "steps_per_epoch": answer.per_epoch / answer.run.setup.packs_per_step,
     }

@@ -26,7 +26,7 @@ from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
-from torchtitan_magi.sizing.answer import Answer, answer_html, answer_json, answer_lines, memory_lines, packs_per_step
+from torchtitan_magi.sizing.answer import Answer, answer_html, answer_json, answer_lines, memory_lines
 from torchtitan_magi.sizing.gpus import GPUS, gpu_named
 from torchtitan_magi.sizing.predicted_run import Place, faster, predict_run, with_keeping
 from torchtitan_magi.sizing.run_file import (
@@ -141,7 +141,7 @@ def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespa
     setup = setup_of_file(run, num_gpus)
     place = Place(gpu_named(options.gpu), _node_of(setup, options), tuple(packs.packs), packs.learned, cost)
     found = predict_run(setup, place)
-    steps = steps_of(run, packs_per_step(found), packs.per_epoch)
+    steps = steps_of(run, found.setup.packs_per_step, packs.per_epoch)
     return Answer(found, faster(found), steps, packs.per_epoch, packs.counts, list(notes_on(run, options.tokenizer)))
 
 

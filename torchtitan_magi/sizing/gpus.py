@@ -47,8 +47,7 @@ class Gpu:
             replace(link, bandwidth=link.bandwidth * ratio)
             for link, ratio in zip((H200_COST.inside, H200_COST.across), links, strict=True)
         )
-        kernels = (_slower(kernel, self.attention) for kernel in (H200_COST.forward, H200_COST.backward))
-        forward, backward = kernels
+        forward, backward = (_slower(kernel, self.attention) for kernel in (H200_COST.forward, H200_COST.backward))
         return replace(H200_COST, forward=forward, backward=backward, memory=self.passes, inside=inside, across=across)
 
 

@@ -109,7 +109,7 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
     setup = with_keeping(given, place)
     work = _attention_work(setup, place)
     mean_tokens = float(np.mean([tokens_and_parents(pack)[0].sum() for pack in place.packs]))
-    tokens = mean_tokens * setup.packs * setup.dp_shard * setup.dp_replicate * setup.microbatches
+    tokens = mean_tokens * setup.packs_per_step
     return PredictedRun(given, setup, place, predict(setup), _time(setup, place, work), tokens, work.efficiency)
 
 

@@ -125,6 +125,11 @@ class Setup:
         return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
     @property
+    def packs_per_step(self) -> int:
+        """Packs that a step takes, over all data-parallel ranks."""
+        return self.packs * self.microbatches * self.dp_shard * self.dp_replicate
+
+    @property
     def tokens(self) -> int:
         """Tokens of a microbatch on a rank."""
         return self.seq_len * self.packs // self.cp
