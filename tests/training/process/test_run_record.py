@@ -2,7 +2,7 @@
 
 import logging
 import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -76,3 +76,28 @@ def test_the_log_of_a_new_folder_and_one_that_cannot_be_written(tmp_path, monkey
     (tmp_path / LOG).mkdir()
     with pytest.raises(ValueError, match=r"^job.dump_folder is '.*', but its run.log cannot be written .*; make room"):
         keep_log(str(tmp_path))
+
+
+@dataclass
+class Place:
+    dump_folder: str
+
+
+@dataclass
+class Job:
+    job: Place
+
+
+def said_of_options(folder):
+    try:
+        save_config(Job(Place(folder)))
+    except ValueError as error:
+        return str(error)
+
+
+def test_options_that_cannot_be_kept_end_the_run_on_all_ranks(three_ranks, tmp_path):
+    assert three_ranks.run(said_of_options, str(tmp_path)) == [None] * 3
+    (tmp_path / "other" / CONFIG).mkdir(parents=True)
+    first, *others = three_ranks.run(said_of_options, str(tmp_path / "other"))
+    assert first.startswith(f"job.dump_folder is '{tmp_path}/other', but its run_config.toml cannot be written (")
+    assert others == [first] * 2

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan_magi.files import NO_LOCKS, holder_of, open_lock, sign_lock, write_whole
 from torchtitan_magi.machine import cause, lack
-from torchtitan_magi.training.process.all_ranks import is_first_rank, on_first_rank
+from torchtitan_magi.training.process.all_ranks import on_first_rank
 from torchtitan_magi.wording import one_line, quoted_path, shown
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,7 @@ def keep_log(folder: str) -> None:
         try:
             file = logging.FileHandler(Path(folder) / LOG, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            raise ValueError(
-                f"job.dump_folder is {quoted_path(folder)}, but its {LOG} cannot be written ({cause(error)}); make "
-                "room there, or give another folder"
-            ) from None
+            raise _unwritable(folder, LOG, error) from None
         file.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
         root = logging.getLogger()
         for earlier in [handler for handler in root.handlers if isinstance(handler.formatter, PlainFormatter)]:
@@ -132,12 +129,30 @@ def keep_log(folder: str) -> None:
     on_first_rank(open_log)
 
 
+def _unwritable(folder: str, name: str, error: OSError) -> ValueError:
+    return ValueError(
+        f"job.dump_folder is {quoted_path(folder)}, but its {name} cannot be written ({cause(error)}); make room "
+        "there, or give another folder"
+    )
+
+
 def save_config(job_config: Any) -> None:
     """Rank 0 writes all options as they are used, a dataclass of sections, to ``run_config.toml``: another run can be
-    started with it."""
-    if is_first_rank():
+    started with it. A collective of all ranks.
+
+    Raises:
+        ValueError: on all ranks, if it cannot be written; one line with the remedy.
+    """
+    folder = job_config.job.dump_folder
+
+    def write() -> None:
         text = "\n".join(toml_lines(asdict(job_config))) + "\n"
-        write_whole(Path(job_config.job.dump_folder) / CONFIG, text.encode(errors="backslashreplace"))
+        try:
+            write_whole(Path(folder) / CONFIG, text.encode(errors="backslashreplace"))
+        except OSError as error:
+            raise _unwritable(folder, CONFIG, error) from None
+
+    on_first_rank(write)
 
 
 def toml_lines(options: dict[str, Any], section: str = "") -> Iterator[str]:
