@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run.set("magi.share_prefixes", options.share_prefixes)
             run.set("training.dataset", options.dataset)
             for cp_size in options.cp:
-                check_layout(count_of_tokens(options.total), cp_size, options.gpus_per_node)
+                check_layout(count_of_tokens(options.total), cp_size, gpus_in_node(options, cp_size))
                 check_length(run, count_of_tokens(options.total), cp_size)
         if options.total is None or options.cp is None:
             raise ValueError("--total and --cp are missing; give both, or a run's TOML file")
