@@ -95,7 +95,6 @@ REFUSED = {
     "--training.seq_len 0": "training.seq_len is 0; use a whole number of at least 1",
     "--model.name mistral": "model.name is 'mistral', which has no varlen attention; use one of llama3, qwen3",
     "--training.no_such 1": "Unrecognized options: --training.no_such",
-    "--magi.lora.rank 4 --magi.lora.target_modules lm_head": "target_modules is ['lm_head']; use some of wqkv, wq_a,",
 }
 
 

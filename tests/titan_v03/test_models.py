@@ -273,11 +273,13 @@ def layers_after_converters():
         with_adapters(with_lora, LoRA())
     with pytest.raises(ValueError) as none:
         with_adapters(with_varlen(spec()), LoRA(rank=4, target_modules=["wo", "w1"]))
-    return frozen, derived, with_lora.post_optimizer_build_fn, [str(error.value) for error in (own, twice, none)]
+    with pytest.raises(ValueError) as never:
+        with_adapters(with_varlen(spec()), LoRA(rank=4, target_modules=["lm_head"]))
+    return frozen, derived, with_lora.post_optimizer_build_fn, [str(error.value) for error in (own, twice, none, never)]
 
 
 def test_layers_are_ours_after_converters_or_refused():
-    frozen, derived, balance, (own, twice, none) = call(layers_after_converters)
+    frozen, derived, balance, (own, twice, none, never) = call(layers_after_converters)
     assert frozen == [False] * 3
     assert derived
     assert balance is None  # the bias by which experts are chosen belongs to the frozen model
@@ -285,6 +287,7 @@ def test_layers_are_ours_after_converters_or_refused():
     assert "Theirs, but MagiExperts is needed here; leave out the converter or override that makes it so" in own
     assert "the model has adapters of rank 4 by a LoRAConverter of its own; leave that out, and set" in twice
     assert none == "magi.lora.target_modules names w1, which qwen3 'debugmodel_moe' has not; leave it out"
+    assert never.startswith("magi.lora.target_modules is ['lm_head']; use some of wqkv, wq_a, ")
 
 
 def balanced_step():

@@ -10,7 +10,7 @@ from support.errors import run_ends
 from support.hf_models import hf_arguments, make_hf_folder
 from support.parity import difference
 from support.processes import torchrun
-from support.runs import TrainingError, corpus, new_folder, on_corpus, train
+from support.runs import ROOT, TrainingError, corpus, new_folder, on_corpus, train
 from torchtitan.components.optimizer import ParamGroupConfig
 
 from torchtitan_magi.training.batches.microbatch import Microbatch
@@ -73,17 +73,30 @@ def test_weights_that_nothing_loads_end_the_run_before_the_first_step():
         train(1, model, layers=None)
 
 
-def test_torchtitans_own_entry_point_trains_our_configuration():
+def own_entry_point(*options, **how):
+    """A run of torchtitan's own command with our configuration of its debug model."""
     command = ["-m", "torchtitan.train", "--module", "torchtitan_magi.titan", "--config", "llama3_debug"]
     command += ["--training.steps", "2", "--training.seq_len", "256", "--training.local_batch_size", "1"]
-    command.append("--debug.deterministic")
     command += ["--dataloader.dataset", "sft", "--dataloader.dataset_path", f"{corpus()}/train.jsonl"]
     command += ["--hf_assets_path", f"{corpus()}/tokenizer", "--dump_folder", new_folder()]
-    run = torchrun("--nproc-per-node=1", *command)
+    return torchrun("--nproc-per-node=1", *command, *options, **how)
+
+
+def test_torchtitans_own_entry_point_trains_our_configuration():
+    run = own_entry_point("--debug.deterministic")
     assert run.returncode == 0, run.stderr[-3000:]
     losses = re.findall(r"step: \d/2  loss: ([\d.]+)", run.stderr + run.stdout)
     assert len(losses) == 2
     assert "deterministic flex attention" in run.stderr + run.stdout
+
+
+def test_the_command_line_of_torchtitans_entry_point_asks_for_adapters_and_modules(tmp_path):
+    """Which are read after the function has made the configuration."""
+    Path(tmp_path, "mine.py").write_text("print('mine is imported')")
+    here, lora = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, ["--magi.lora.rank", "2", "--magi.imports", "mine"]
+    run = own_entry_point(*lora, **here)
+    assert "LoRA trains 55,296 parameters, " in run.stderr + run.stdout
+    assert "mine is imported" in run.stdout
 
 
 LENGTH = 128  # tokens of a text that are inputs: BOS and all but the EOS

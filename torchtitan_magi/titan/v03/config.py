@@ -20,7 +20,6 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
 )
 from torchtitan_magi.titan.v03.families.configs import copied
-from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import check_model, flavors, model_of, model_spec, stock_flavor
 from torchtitan_magi.titan.v03.toml_sections import Workers
 from torchtitan_magi.training.settings.magi_section import import_modules
@@ -90,7 +89,7 @@ def _model_spec(job: Any) -> Any:
     elif stock_flavor(name, flavor) is None:
         known = ", ".join([HF_FLAVOR, *flavors(name)])
         raise ValueError(f"model.flavor {quoted(flavor)} is unknown; use one of {known}")
-    return with_adapters(model_spec(name, flavor, config), job.magi.lora)
+    return model_spec(name, flavor, config)
 
 
 def _loader(section: Any, infinite: bool) -> HuggingFaceTextDataLoader.Config:

@@ -18,7 +18,6 @@ from torchtitan_magi.titan.v03.components import (
 )
 from torchtitan_magi.titan.v03.config import values_of
 from torchtitan_magi.titan.v03.families.configs import copied
-from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import with_varlen
 from torchtitan_magi.titan.v03.trainer import MagiTrainer
 from torchtitan_magi.training.settings.options import Magi
@@ -46,7 +45,7 @@ def with_magi(config: Any, magi: Magi | None = None) -> MagiTrainer.Config:
         **values_of(config)
         | {
             "magi": magi,
-            "model_spec": with_adapters(with_varlen(config.model_spec), magi.lora),
+            "model_spec": with_varlen(config.model_spec),
             "tokenizer": MagiTokenizer.Config(),
             "metrics": copied(MagiMetricsProcessor.Config, config.metrics),
             "checkpoint": copied(MagiCheckpointManager.Config, config.checkpoint),

@@ -1,6 +1,7 @@
 """Low-rank adapters by torchtitan 0.3's converter."""
 
 import functools
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -59,7 +60,7 @@ def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
     targets = [name for name in lora.target_modules if name in there - {EXPERTS, IN_ONE}]
     targets += APART if IN_ONE in there.intersection(lora.target_modules) else ()
     converter: Any = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
-    spec = replace(spec, model=converter.build().convert(spec.model), post_optimizer_build_fn=None)
+    spec = replace(spec, model=converter.build().convert(deepcopy(spec.model)), post_optimizer_build_fn=None)
     if EXPERTS in lora.target_modules:
         for _, config, parent, name in list(spec.model.traverse(GroupedExperts.Config)):
             setattr(parent, name, _with_factors(config, lora))

@@ -47,11 +47,8 @@ MODELS = {
     "kimi_k2_7": deepseek_v3,  # which torchtitan's kimi_k2_7 is without its vision encoder
     "qwen3_5": qwen3,  # parallelized and cut for a pipeline as that
 }
-BY_FILE = (
-    "muse_glimmer",
-    "kimi_k2_7",
-    "qwen3_5",
-)  # text parts, of a config.json only: flavors have parts that see pictures
+# Text parts, of a config.json only: flavors have parts that see pictures
+BY_FILE = ("muse_glimmer", "kimi_k2_7", "qwen3_5")
 CONFIGS = {
     "llama3": llama3.Llama3Model.Config,
     "qwen3": qwen3.Qwen3Model.Config,

@@ -29,6 +29,7 @@ from torchtitan_magi.titan.v03.components import (
     ObjectiveLoss,
 )
 from torchtitan_magi.titan.v03.config import job_of, trainer_options
+from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.titan.v03.toml_sections import read_job_config
 from torchtitan_magi.training.batches.pack_loader import TextLoader
@@ -48,6 +49,7 @@ from torchtitan_magi.training.process.run_folder import save_config
 from torchtitan_magi.training.run_parts import RunParts
 from torchtitan_magi.training.settings import degrees
 from torchtitan_magi.training.settings.checks import check_settings
+from torchtitan_magi.training.settings.magi_section import import_modules
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.optimizer import check_groups, check_states
 from torchtitan_magi.training.settings.options import Magi
@@ -75,11 +77,13 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         check_launcher()
         self.job_config = job_of(config)
         check_values(self.job_config)
+        import_modules(config.magi.imports)
         self.model_facts = _facts(config)
         self.count = WorkCount()
         _make_room_for_positions(config)
         temperature = {"temperature": temperature_of(self.model_facts)}
         changed: dict[str, Any] = {
+            "model_spec": with_adapters(config.model_spec, config.magi.lora),
             "tokenizer": _StandIn(config.tokenizer, lambda **_: self.tokenizer),  # built before the model, as the data
             "dataloader": _StandIn(config.dataloader, partial(self._build_loader, config.dataloader)),
             "override": replace(config.override, imports=[*config.override.imports, (OVERRIDE, temperature)]),
