@@ -90,13 +90,26 @@ def test_torchtitans_own_entry_point_trains_our_configuration():
     assert "deterministic flex attention" in run.stderr + run.stdout
 
 
+OVERRIDE = """
+from dataclasses import fields
+from torchtitan.config import override
+from torchtitan.models.common import Linear
+
+@override(target=Linear.Config, fqns=["*.layers.0.*.w2"])
+def plain(config):
+    return Linear.Config(**{field.name: getattr(config, field.name) for field in fields(Linear.Config) if field.init})
+"""
+
+
 def test_the_command_line_of_torchtitans_entry_point_asks_for_adapters_and_modules(tmp_path):
     """Which are read after the function has made the configuration."""
-    Path(tmp_path, "mine.py").write_text("print('mine is imported')")
+    Path(tmp_path, "mine.py").write_text("print('mine is imported')" + OVERRIDE)
     here, lora = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, ["--magi.lora.rank", "2", "--magi.imports", "mine"]
     run = own_entry_point(*lora, **here)
     assert "LoRA trains 55,296 parameters, " in run.stderr + run.stdout
     assert "mine is imported" in run.stdout
+    odd = own_entry_point(*lora, "--override.imports", "mine.plain", **here)
+    assert "rank is 2, but layers.0.feed_forward.w2.weight would be trained, too, which" in odd.stderr + odd.stdout
 
 
 LENGTH = 128  # tokens of a text that are inputs: BOS and all but the EOS

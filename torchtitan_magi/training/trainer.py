@@ -23,7 +23,7 @@ from torchtitan_magi.training.experts import expert_biases, expert_counts_kept, 
 from torchtitan_magi.training.memory_log import give_back_before
 from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives.lora import check_base, check_untrained, log_trainable
+from torchtitan_magi.training.objectives.lora import check_base, check_trainable, check_untrained, log_trainable
 from torchtitan_magi.training.objectives.objective import SFT, Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.policy_gradient import PolicyGradient
@@ -143,7 +143,8 @@ class ObjectiveTrainer:
         # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
         self.gradient_factor = dims.dp_replicate if self.is_replicated_by_ddp() else 1
         self.model: Any = model
-        if self.job_config.magi.lora.rank:
+        if rank := self.job_config.magi.lora.rank:
+            check_trainable(self.model_parts, rank)
             log_trainable(self.model_parts, group_of(dims, "pp"), self.device)
         self.reference_model = self.make_reference()
         self.objective = self._make_objective(self.job_config.training)

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from torchtitan_magi.files import write_whole
-from torchtitan_magi.models.names import ADAPTER, plain_name
+from torchtitan_magi.models.names import ADAPTER, ADAPTERS, plain_name
 from torchtitan_magi.training.experts import expert_counts_kept, local, whole
 from torchtitan_magi.training.objectives.dpo import PairBatch, logprobs_by
 from torchtitan_magi.training.objectives.fingerprint import KnownWeights, fingerprint_of_model
@@ -39,6 +39,24 @@ def adapted_layers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
         for name, module in part.named_modules():
             if hasattr(module, "lora_a"):
                 yield plain_name(name), module
+
+
+def check_trainable(parts: Sequence[nn.Module], rank: int) -> None:
+    """Checks that adapters alone are trained, which alone are exported. A collective of all ranks.
+
+    Args:
+        rank: of the adapters.
+
+    Raises:
+        ValueError: on all ranks, one line: an override has put a layer of its own in place of a frozen one.
+    """
+    trained = (name for part in parts for name, weight in part.named_parameters() if weight.requires_grad)
+    names = [plain_name(name) for name in trained if not ADAPTERS.search(name)]
+    if found := next(filter(None, gathered(names)), None):
+        raise ValueError(
+            f"magi.lora.rank is {rank}, but {found[0]} would be trained, too, which the export of adapters leaves out; "
+            "leave out the converter or override that makes this layer, or set it to 0"
+        )
 
 
 def log_trainable(parts: Sequence[nn.Module], pp_group: Group, device: torch.device) -> None:
