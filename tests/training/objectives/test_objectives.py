@@ -279,7 +279,7 @@ def test_validation_in_shorter_packs_is_warned_of(caplog):
     assert warning.startswith("Validation packs have 256 tokens, those of training 1024:")
 
 
-def convert_the_output_layer():
+def convert_the_output_layer(name):
     from types import SimpleNamespace
 
     from torch import nn
@@ -290,9 +290,12 @@ def convert_the_output_layer():
         def forward(self, x):
             return x
 
-    LogprobModel(SimpleNamespace(output=Float8Linear(2, 3, bias=False)))
+    LogprobModel(SimpleNamespace(**{name: Float8Linear(2, 3, bias=False)}))
 
 
 def test_a_converted_output_layer_is_refused():
-    (said,) = call(value_errors, convert_the_output_layer, [()])
-    assert said.startswith("the model's output layer is Float8Linear, but")
+    """By the option that keeps it plain in the torchtitan whose name it has."""
+    for_0_2, for_0_3 = call(value_errors, convert_the_output_layer, [("output",), ("lm_head",)])
+    assert for_0_2.startswith("the model's output layer is Float8Linear, but")
+    assert for_0_2.endswith('for float8 by quantize.linear.float8.filter_fqns = ["output"]')
+    assert for_0_3.endswith('for float8 by its converter\'s filter_fqns = ["lm_head"]')

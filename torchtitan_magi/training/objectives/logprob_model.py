@@ -32,12 +32,15 @@ class LogprobModel:
     """
 
     def __init__(self, model: Any, compiled: bool = False) -> None:
-        output = model.output if hasattr(model, "output") else model.lm_head  # torchtitan 0.2, 0.3
+        name, how = "output", "quantize.linear.float8.filter_fqns"  # torchtitan 0.2
+        if not hasattr(model, name):
+            name, how = "lm_head", "its converter's filter_fqns"
+        output = getattr(model, name)
         cap: LogitCap | None = getattr(output, "logit_cap", None)
         if (cap is None and type(output).forward is not nn.Linear.forward) or output.bias is not None:
             raise ValueError(
                 f"the model's output layer is {type(output).__name__}, but log-probabilities need a plain nn.Linear; "
-                'keep model.converters from it, for float8 by quantize.linear.float8.filter_fqns = ["output"]'
+                f'keep model converters from it, for float8 by {how} = ["{name}"]'
             )
         weight = output.weight
         if isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ()):
