@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "exchange": "masks cuda planning",
     "backends": "tiles masks cuda planning exchange",
     "attention": "tiles products masks cuda planning exchange backends",
-    "linear": "cuda masks planning exchange attention",
+    "linear": "products cuda masks planning exchange attention",
     "sizing": "commands tiles files masks planning exchange losses models data training.settings.options",
     "training.settings.options": "",
     "training.process": "files models exchange",

@@ -1,7 +1,16 @@
-"""Matrix products that are added to sums of a wider dtype."""
+"""Matrix products in the dtypes of their factors, and those that are added to sums of a wider one."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it there is no autocast: it would round products of wider factors to 16 bits, and refuses to concatenate
+    16 bits of the other kind."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -1,6 +1,7 @@
 import gc
 import itertools
 import threading
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -289,6 +290,18 @@ def test_autocast_changes_nothing(dtype):
     expected = results()
     with torch.autocast("cpu", torch.bfloat16):
         assert all(map(torch.equal, results(), expected))
+
+
+def test_rows_return_under_autocast_of_another_dtype():
+    plan = magi.make_plan(magi.varlen_causal([0, 40]), 40, 2)
+    x = torch.randn(20, 2, 8, dtype=torch.float16, requires_grad=True)
+
+    def grads(inside, transport):
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return torch.autograd.grad(magi.cp_varlen_attn(x, x, x, plan, transport).sum(), x)[0]
+
+    plain, inside = (Loopback(2).run(partial(grads, inside)) for inside in (False, True))
+    assert all(map(torch.equal, plain, inside))
 
 
 @pytest.mark.parametrize("pad_value", [-(2**63), 2**53 + 1, 2**63 - 1])

@@ -1,6 +1,7 @@
 """Latent rows that travel between nodes give what K and V that travel give, and cost the network less."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ DEEPSEEK_V3 = Heads(128, 128, 192, 128, (512, 64))
 LENGTHS = [150, 37, 5, 64]
 CU_SEQLENS = np.append(0, np.cumsum(LENGTHS)).tolist()
 TOTAL = CU_SEQLENS[-1]
+CPU = torch.device("cpu")
 
 
 def inputs(dtype, heads, device):
@@ -100,6 +102,27 @@ def test_their_error_is_within_the_budget():
     for of_rank in Loopback(4).run(lambda transport: on_a_rank(plan, transport, torch.bfloat16, False)):
         for ours, right, plainly in zip(of_rank, exact, low, strict=True):
             assert (ours.double() - right).norm() <= 2 * (plainly.double() - right).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype):
+    plan = planned(2)
+
+    def results(inside, transport):
+        bound = bind_plan(plan, transport, choose_block_attn("auto", CPU), *HEADS.counts, CPU)
+        *leaves, weight, _ = inputs(dtype, HEADS, CPU)
+        q, latent, rotated = (dispatch(x, plan, transport) for x in leaves)
+        k, v = keys_and_values(latent, rotated, weight, HEADS)
+        tensors = [x.requires_grad_() for x in (q, k, v, torch.cat([latent, rotated], 1), weight)]
+        with torch.autocast("cpu", torch.float16, enabled=inside):
+            scale, handle = HEADS.head_dim**-0.5, PlanHandle(bound).tensor
+            out, _ = attention_op(*tensors[:3], handle, scale, None, 0.0, *tensors[3:])
+            return out, *torch.autograd.grad(out.sum(), tensors)
+
+    assert plan.heads.latent
+    plain, inside = (Loopback(4).run(partial(results, inside)) for inside in (False, True))
+    for expected, found in zip(plain, inside, strict=True):
+        assert all(map(torch.equal, found, expected))
 
 
 def test_a_plan_without_remote_rows_needs_none():

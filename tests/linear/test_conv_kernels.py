@@ -1,5 +1,7 @@
 """What surrounds the short convolution's kernels, with kernels of plain torch in their place."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,11 +48,29 @@ def backward(x, weight, history, tables, activation, dout):
     return dx, dweight, dtotal[tables[1] >= 0].float()
 
 
+def stand_in(monkeypatch):
+    for name, instead in (("has_kernel", lambda *_: True), ("forward", forward), ("backward", backward)):
+        monkeypatch.setattr(conv_kernels, name, instead)
+
+
+def test_autocast_of_another_dtype_changes_nothing(monkeypatch):
+    stand_in(monkeypatch)
+    plan = plan_of(*CASES["cut documents"])
+    x, weight = torch.randn(plan.tokens_per_rank, 3).half(), torch.randn(3, 4).half()
+
+    def results(inside, mesh):
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return with_gradients(lambda *inputs: magi.cp_causal_conv1d(*inputs, plan, mesh), (x, weight), x)
+
+    plain, inside = (Loopback(plan.cp_size).run(partial(results, inside)) for inside in (False, True))
+    for expected, found in zip(plain, inside, strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("case", CASES)
 def test_history_and_its_gradients_come_and_go(case, activation, monkeypatch):
-    for name, stand_in in (("has_kernel", lambda *_: True), ("forward", forward), ("backward", backward)):
-        monkeypatch.setattr(conv_kernels, name, stand_in)
+    stand_in(monkeypatch)
     plan = plan_of(*CASES[case])
     generator = torch.Generator().manual_seed(0)
     x, dout = torch.randn(2, plan.total_tokens, 3, generator=generator)

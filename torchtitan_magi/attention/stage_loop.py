@@ -18,6 +18,7 @@ from torchtitan_magi.attention.latents import Latents
 from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs
 from torchtitan_magi.exchange.group_cast import StageCasts, grad_buffer, group_reduce
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, LeftGrads, RowShape, RowSums
+from torchtitan_magi.products import own_dtypes
 
 
 class LayerInputs(NamedTuple):
@@ -49,6 +50,11 @@ class LayerInputs(NamedTuple):
 
 def forward(bound: BoundPlan, layer: LayerInputs) -> tuple[Tensor, Tensor]:
     """The layer's out [T, Hq, Dv] in the dtype of q, and lse [T, Hq] in float32 or wider."""
+    with own_dtypes(layer.q.device):
+        return _forward(bound, layer)
+
+
+def _forward(bound: BoundPlan, layer: LayerInputs) -> tuple[Tensor, Tensor]:
     stages = bound.forward
     if _is_alone(stages):
         return bound.block_attn.forward(layer.of_stage(stages[0].mask, layer.k, layer.v))
@@ -92,6 +98,11 @@ class LayerGrads(NamedTuple):
 
 def backward(bound: BoundPlan, layer: LayerInputs, result: Result) -> LayerGrads:
     """Gradients of what the layer's forward read."""
+    with own_dtypes(layer.q.device):
+        return _backward(bound, layer, result)
+
+
+def _backward(bound: BoundPlan, layer: LayerInputs, result: Result) -> LayerGrads:
     delta = torch.empty_like(result.lse)
     if _is_alone(bound.backward):
         grads = LayerGrads(*_backward_alone(bound, layer, result, delta))

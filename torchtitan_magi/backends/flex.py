@@ -65,17 +65,6 @@ class FlexMask:
         return replace(self, block_mask=block_mask)
 
 
-def _in_own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method without autocast, which would round float32 scores to 16 bits."""
-
-    @functools.wraps(method)
-    def in_own_dtypes(self: "FlexBlockAttn", inputs: StageInputs, *rest: Any) -> Any:
-        with torch.autocast(inputs.q.device.type, enabled=False):
-            return method(self, inputs, *rest)
-
-    return in_own_dtypes
-
-
 class FlexBlockAttn:
     """Attention of one stage's queries over its K/V rows. ``FfaBlockAttn`` has the same methods."""
 
@@ -103,7 +92,6 @@ class FlexBlockAttn:
         lo, hi = (np.pad(bound, ((0, spare), (0, 0))) for bound in (lo, hi))
         return FlexMask(by_queries, by_keys, num_q, num_k, (lo, hi, *_key_blocks(lo, hi, num_k)))
 
-    @_in_own_dtypes
     def forward(
         self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None = None, more: bool = False
     ) -> tuple[Tensor, Tensor]:
@@ -148,7 +136,6 @@ class FlexBlockAttn:
     def key_sums(self, mask: FlexMask, k: Tensor, v: Tensor, spare: Tensor) -> None:
         """None: the backward needs no memory for sums of dk and dv."""
 
-    @_in_own_dtypes
     def backward(self, inputs: StageInputs, out_grads: OutGrads, grads: Gradients) -> None:
         """Gradients of one stage; always deterministic. dS K, without softmax_scale, is added to dq.
 

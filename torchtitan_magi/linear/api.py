@@ -9,7 +9,7 @@ from torch._compile import _disable_dynamo
 
 from torchtitan_magi.attention.dispatch import check_tensor
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
-from torchtitan_magi.linear.backend import Tokens, own_dtypes
+from torchtitan_magi.linear.backend import Tokens
 from torchtitan_magi.linear.choose import choose_backend
 from torchtitan_magi.linear.chunked import run
 from torchtitan_magi.linear.delta_rule import delta_rule
@@ -17,6 +17,7 @@ from torchtitan_magi.linear.kernels import Kernels, documents
 from torchtitan_magi.linear.short_conv import ConvRows, short_conv
 from torchtitan_magi.masks.builders import varlen_causal
 from torchtitan_magi.planning.plan import AttnPlan, check_plan
+from torchtitan_magi.products import own_dtypes
 from torchtitan_magi.wording import quoted
 
 

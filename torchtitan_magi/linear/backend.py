@@ -4,8 +4,7 @@ Shapes: T tokens, HK heads of q and k, H value heads, K and V elements of a head
 """
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -122,8 +121,3 @@ def spread(states: dict[int, Tensor], zeros: Tensor) -> Tensor:
     for number, state in states.items():
         zeros[number] = state
     return zeros
-
-
-def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it products have the dtype of their factors: autocast would make 16 bits of states."""
-    return torch.autocast(device.type, enabled=False)

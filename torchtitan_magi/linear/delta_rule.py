@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.transport import Transport
-from torchtitan_magi.linear.backend import Backend, Tokens, own_dtypes
+from torchtitan_magi.linear.backend import Backend, Tokens
 from torchtitan_magi.linear.maps import Map, pass_on, totals
 from torchtitan_magi.linear.once import once
 from torchtitan_magi.planning.document_parts import RankParts
+from torchtitan_magi.products import own_dtypes
 
 
 @dataclass(frozen=True)

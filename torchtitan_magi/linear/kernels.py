@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.cuda.tables import stream_of, uploaded
-from torchtitan_magi.linear.backend import Tokens, own_dtypes, spread
+from torchtitan_magi.linear.backend import Tokens, spread
 from torchtitan_magi.linear.once import once
+from torchtitan_magi.products import own_dtypes
 
 HEAD_DIM = 128
 LONG = 4096  # tokens: a longer sequence runs in fragments if it is mapped

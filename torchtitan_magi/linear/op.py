@@ -17,11 +17,12 @@ from torch import Tensor
 from torchtitan_magi.attention.op import TAGS, PlanHandle, bound_plan_of, is_watched
 from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.linear import delta_rule, short_conv
-from torchtitan_magi.linear.backend import Tokens, own_dtypes
+from torchtitan_magi.linear.backend import Tokens
 from torchtitan_magi.linear.choose import choose_backend
 from torchtitan_magi.linear.delta_rule import Kept, Layer
 from torchtitan_magi.linear.once import once
 from torchtitan_magi.linear.short_conv import ConvRows
+from torchtitan_magi.products import own_dtypes
 
 _library = torch.library.Library("torchtitan_magi", "FRAGMENT")
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
@@ -133,7 +134,8 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *_
 
 @torch.library.impl(_library, "cp_causal_conv1d", "CompositeExplicitAutograd")
 def _(x: Tensor, weight: Tensor, handle: Tensor, activation: str | None, num_cut: int) -> tuple[Tensor, Tensor]:
-    out, received = short_conv.forward(x, weight, *_rows(x, weight, handle), activation)
+    with own_dtypes(x.device):
+        out, received = short_conv.forward(x, weight, *_rows(x, weight, handle), activation)
     return out.contiguous(), F.pad(received, (0, 0, 0, num_cut * (weight.shape[1] - 1) - len(received)))
 
 
@@ -147,7 +149,7 @@ def _(
     dout: Tensor, x: Tensor, weight: Tensor, received: Tensor, handle: Tensor, activation: str | None
 ) -> tuple[Tensor, ...]:
     rows, transport = _rows(x, weight, handle)
-    with _autograd():
+    with own_dtypes(x.device), _autograd():
         saved = x, weight, received[: rows.num_received]
         dx, dweight = short_conv.backward(dout, saved, rows, transport, activation)
     return dx.contiguous(), dweight.contiguous()

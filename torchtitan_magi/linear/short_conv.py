@@ -23,6 +23,7 @@ from torchtitan_magi.planning.needs import parts_of, transfers_of
 from torchtitan_magi.planning.relays import ALL, NONE, Routes, first_hops
 from torchtitan_magi.planning.stage import Exchange, exchanges_of, numbered
 from torchtitan_magi.planning.topology import Nodes
+from torchtitan_magi.products import own_dtypes
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,14 +246,16 @@ class _ShortConv(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, rows: ConvRows, transport: Transport, activation: str | None
     ) -> Tensor:
         ctx.rest = rows, transport, activation
-        out, received = forward(x, weight, *ctx.rest)
+        with own_dtypes(x.device):
+            out, received = forward(x, weight, *ctx.rest)
         ctx.save_for_backward(x, weight, received)
         return out
 
     @staticmethod
     @once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(dout, ctx.saved_tensors, *ctx.rest), None, None, None
+        with own_dtypes(dout.device):
+            return *backward(dout, ctx.saved_tensors, *ctx.rest), None, None, None
 
 
 short_conv = _ShortConv.apply
