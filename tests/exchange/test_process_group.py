@@ -17,6 +17,7 @@ import torchtitan_magi as magi
 from torchtitan_magi.attention import api
 from torchtitan_magi.exchange.agreement import PlanAgreement, agreement_of, raise_differences
 from torchtitan_magi.exchange.mesh import process_group_transport, ranks_per_node
+from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
 
@@ -145,6 +146,15 @@ def mesh_anew_on_rank():
 
 def test_a_mesh_like_one_whose_group_has_ended(pool):
     assert all(pool.run(mesh_anew_on_rank))
+
+
+def test_gradients_return_by_the_backends_of_the_group():
+    """Not by those of the default group, which may be of gloo alone."""
+    facts = {"get_rank": 0, "get_world_size": 2, "get_backend": "nccl", "get_backend_config": "cuda:nccl"}
+    facts |= {"get_process_group_ranks": [0, 1], "new_group": mock.Mock()}
+    with mock.patch.multiple(dist, **{name: mock.Mock(return_value=value) for name, value in facts.items()}):
+        ProcessGroupTransport(mock.Mock())
+        assert dist.new_group.call_args.kwargs["backend"] == "cuda:nccl"
 
 
 def groups_on_rank(times):

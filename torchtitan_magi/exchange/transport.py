@@ -66,13 +66,15 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.way = dist.get_backend(group)
-        self.device_types = {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}
+        backends = dist.get_backend_config(group)  # not always those of the default group
+        self.device_types = {entry.partition(":")[0] for entry in backends.split(",")}
         self._groups: dict[Channel, weakref.ref[dist.ProcessGroup]] = dict.fromkeys(
             ("cast", "reduce"), weakref.ref(group)
         )
-        if self.size > 1 and "nccl" in dist.get_backend_config(group):  # with CPU offload beside gloo
+        if self.size > 1 and "nccl" in backends:  # with CPU offload beside gloo
             ranks = dist.get_process_group_ranks(group)
-            self._groups["reduce"] = weakref.ref(dist.new_group(ranks, use_local_synchronization=True))
+            reduce = dist.new_group(ranks, backend=backends, use_local_synchronization=True)
+            self._groups["reduce"] = weakref.ref(reduce)
 
     def group(self, channel: Channel) -> dist.ProcessGroup:
         """The process group of a channel. torch owns it; this object does not outlive it.
