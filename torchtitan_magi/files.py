@@ -25,6 +25,22 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that 
 PATIENCE = 60.0  # seconds of waiting for another process until the log says so
 
 
+def cache_folder(name: str) -> Path:
+    """A folder in $TORCHTITAN_MAGI_CACHE, or in torchtitan_magi under the user's cache folder.
+
+    Raises:
+        ValueError: neither is known: the user has no home, as in some containers.
+    """
+    if explicit := os.environ.get("TORCHTITAN_MAGI_CACHE"):
+        return Path(explicit) / name
+    if not (caches := os.environ.get("XDG_CACHE_HOME")):
+        try:
+            caches = str(Path.home() / ".cache")
+        except RuntimeError:
+            raise ValueError("this user has no home folder; set TORCHTITAN_MAGI_CACHE to a folder") from None
+    return Path(caches) / "torchtitan_magi" / name
+
+
 def regular_file(path: str | os.PathLike[str]) -> tuple[int, int]:
     """Size and time of modification of a file.
 

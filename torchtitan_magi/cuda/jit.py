@@ -9,13 +9,13 @@ others read. What another user could have written is never loaded (`entries.py`)
 import functools
 import hashlib
 import io
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan_magi.cuda.entries import locked, open_folder, read_entry, write_entry
+from torchtitan_magi.files import cache_folder
 from torchtitan_magi.wording import one_line, shown
 
 ARCH = "sm_90a"
@@ -36,9 +36,7 @@ def kernel_dir() -> Path:
 def cache_dir() -> Path:
     """Where machine code is kept: kernels/ in $TORCHTITAN_MAGI_CACHE, or in torchtitan_magi under the user's cache
     folder. A folder of its own, as tokens may lie in one that others write to."""
-    explicit = os.environ.get("TORCHTITAN_MAGI_CACHE")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_magi"
-    return Path(explicit or user) / "kernels"
+    return cache_folder("kernels")
 
 
 def expand_source(name: str) -> str:
@@ -90,7 +88,7 @@ def cubin(name: str, macros: Macros) -> bytes:
     """Machine code of one variant of `kernels/<name>`, from the disk cache or compiled now.
 
     Raises:
-        ValueError: the cache folder cannot be written to, or another user could write to it.
+        ValueError: the cache folder is not known, cannot be written to, or another user could write to it.
     """
     source = expand_source(name)
     key = hashlib.sha256(repr((name, source, sorted(macros.items()), ARCH, STD)).encode()).hexdigest()[:32]

@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from support.errors import one_line
 from support.kept_tokens import SEQ_LEN, corpus_fixtures, damage, dataset, flats, num_files
 from support.odd_tokenizers import Deadly, Hungry, Probe, Slow
 from support.streams import abort, with_small_blocks
@@ -485,6 +486,16 @@ def test_the_default_folder(monkeypatch):
     monkeypatch.delenv("TORCHTITAN_MAGI_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/user/cache")
     assert default_folder() == Path("/user/cache/torchtitan_magi/tokens")
+
+
+def test_a_user_without_a_home(monkeypatch):
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    monkeypatch.setenv("TORCHTITAN_MAGI_CACHE", "/somewhere")
+    assert default_folder() == Path("/somewhere/tokens")
+    monkeypatch.delenv("TORCHTITAN_MAGI_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with one_line("no home folder; set TORCHTITAN_MAGI_CACHE"):
+        default_folder()
 
 
 def test_the_benchmark_runs_and_draws(tmp_path):

@@ -25,7 +25,7 @@ from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.tokens.token_writer import Job, unusable, write
-from torchtitan_magi.files import Waiting, open_lock, sign_lock, take_lock
+from torchtitan_magi.files import Waiting, cache_folder, open_lock, sign_lock, take_lock
 from torchtitan_magi.wording import quoted_path, shown
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,7 @@ _UNUSED_SECONDS = 30 * 86400.0  # since a plan was last read, until it is remove
 
 def default_folder() -> Path:
     """$TORCHTITAN_MAGI_CACHE/tokens, or torchtitan_magi/tokens in the user's cache folder."""
-    explicit = os.environ.get("TORCHTITAN_MAGI_CACHE")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_magi"
-    return Path(explicit or user) / "tokens"
+    return cache_folder("tokens")
 
 
 class Cancelled(Exception):
