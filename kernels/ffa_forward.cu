@@ -551,7 +551,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ffa_forward(
           row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
           row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
           const float above = kSinks ? sink[r] * (1.f / kLn2) - offset[r] : 0.f;
-          if (kSinks) row_sum[r] += exp2_fast(fminf(above, kMostOfSink));
+          if (kSinks) row_sum[r] += exp2_fast(above > kMostOfSink ? kMostOfSink : above);  // fminf would drop NaN
           const bool empty = offset[r] == kMasked;  // then row_sum is nothing
           scale[r] = empty ? 0.f : reciprocal_fast(row_sum[r]);
           lse[r] = empty || above > kMostOfSink ? sink[r] : (offset[r] + log2_fast(row_sum[r])) * kLn2;

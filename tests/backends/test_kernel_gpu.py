@@ -79,6 +79,17 @@ def test_a_sink_of_minus_infinity_is_no_sink(backend: str, slices: list[list[int
     assert grads[0] == 0
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_a_sink_that_is_no_number_shows(head_dim: int) -> None:
+    q, k, v = torch.randn(3, 200, 4, head_dim, device="cuda").bfloat16()
+    sinks = torch.tensor([torch.nan, torch.inf, 0.0, -torch.inf], device="cuda")
+    out, lse = flex_flash_attn(q, k, v, varlen_causal([0, 200]), sinks=sinks)
+    assert out[:, 0].isnan().all()
+    assert lse[:, 0].isnan().all()
+    assert lse[:, 1].isposinf().all()
+    assert out[:, 1:].isfinite().all()
+
+
 def test_tensors_at_odd_addresses() -> None:
     def odd(*shape: int) -> torch.Tensor:
         return torch.randn(1 + math.prod(shape), device="cuda").bfloat16()[1:].view(shape)
