@@ -148,13 +148,15 @@ def test_a_mesh_like_one_whose_group_has_ended(pool):
     assert all(pool.run(mesh_anew_on_rank))
 
 
-def test_gradients_return_by_the_backends_of_the_group():
+@pytest.mark.parametrize(("default", "chosen"), [("cpu:gloo", "cuda:nccl"), ("cuda:nccl", None)])
+def test_gradients_return_by_the_backends_of_the_group(default, chosen):
     """Not by those of the default group, which may be of gloo alone."""
-    facts = {"get_rank": 0, "get_world_size": 2, "get_backend": "nccl", "get_backend_config": "cuda:nccl"}
-    facts |= {"get_process_group_ranks": [0, 1], "new_group": mock.Mock()}
-    with mock.patch.multiple(dist, **{name: mock.Mock(return_value=value) for name, value in facts.items()}):
+    facts = {"get_rank": 0, "get_world_size": 2, "get_backend": "nccl", "get_process_group_ranks": [0, 1]}
+    made = {name: mock.Mock(return_value=value) for name, value in facts.items()} | {"new_group": mock.Mock()}
+    made["get_backend_config"] = lambda group=None: "cuda:nccl" if group else default
+    with mock.patch.multiple(dist, **made):
         ProcessGroupTransport(mock.Mock())
-        assert dist.new_group.call_args.kwargs["backend"] == "cuda:nccl"
+        assert dist.new_group.call_args.kwargs["backend"] == chosen
 
 
 def groups_on_rank(times):

@@ -73,7 +73,8 @@ class ProcessGroupTransport:
         )
         if self.size > 1 and "nccl" in backends:  # with CPU offload beside gloo
             ranks = dist.get_process_group_ranks(group)
-            reduce = dist.new_group(ranks, backend=backends, use_local_synchronization=True)
+            other = None if backends == dist.get_backend_config() else backends  # its time-out is of the backend, too
+            reduce = dist.new_group(ranks, backend=other, use_local_synchronization=True)
             self._groups["reduce"] = weakref.ref(reduce)
 
     def group(self, channel: Channel) -> dist.ProcessGroup:
