@@ -39,7 +39,7 @@ with open_trainer(sys.argv[2:]) as trainer:
 """
 REFUSED = (
     "rollouts is empty; give a step at least one record",
-    'rollouts[0]: "completions" is None; write a list of objects',
+    'rollouts[0]: the record has no "completions", only the keys []; write a list of objects',
     'rollouts[1]: "completions" is []; write a list of objects',
     "rollouts is None on rank 0; give a list of records there",
     "rollouts is {'prompt': ",

@@ -99,9 +99,11 @@ def _writing(cache: Path) -> Iterator[None]:
         cache.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        what = f"cannot write the data cache {quoted_path(cache)}"
-        other = "another folder in [magi] token_cache, or in TORCHTITAN_MAGI_CACHE for commands without that option"
-        raise ValueError(lack(error, what) or f"{what}: {cause(error)}; make room there, or name {other}") from None
+        raise ValueError(
+            lack(error, f"cannot write the data cache {quoted_path(cache)}")
+            or f"cannot write the data cache {quoted_path(cache)}: {cause(error)}; make room there, or name another "
+            "folder in [magi] token_cache, or in TORCHTITAN_MAGI_CACHE for commands without that option"
+        ) from None
 
 
 @contextlib.contextmanager
