@@ -30,9 +30,9 @@ class Pipeline:
         self, schedule: Any, parts: Sequence[Any], is_first: bool, is_last: bool, loss: Any, compiled: bool
     ) -> None:
         self.schedule, self.parts, self.is_first, self.is_last, self.loss = schedule, parts, is_first, is_last, loss
-        self.stages = "_stages" if hasattr(schedule, "_initialize_stages") else "_stage"
+        self.prefix = "_stages" if hasattr(schedule, "_initialize_stages") else "_stage"  # of the names that torch uses
         self.shape: torch.Size | None = None  # of the tokens that its stages are set up for
-        name = f"_initialize{self.stages}"
+        name = f"_initialize{self.prefix}"
         kept, uncounted = _gradients_kept(parts), expert_counts_kept(parts)  # it runs the stages to look at them
         setattr(schedule, name, kept(uncounted(getattr(schedule, name))))
         if is_last:
@@ -77,7 +77,7 @@ class Pipeline:
         """Has torch set its stages up anew for tokens of another shape, as those of validation may have: by itself it
         does so only where passes with and without backward take turns."""
         for way in ("forward", "backward") if shape != self.shape else ():
-            flag = f"{self.stages}_{way}_initialized"
+            flag = f"{self.prefix}_{way}_initialized"
             assert hasattr(self.schedule, flag), flag
             setattr(self.schedule, flag, False)
         self.shape = shape
