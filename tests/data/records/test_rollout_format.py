@@ -52,6 +52,7 @@ REWARDED = {"completion": "a", "reward": 1}
     [
         ([], r"the line is \[\]; write an object"),
         ({"prompt": "q"}, r"the record has no \"completions\", only the keys \['prompt'\]; write a list of objects"),
+        ({"prompt": "q", 1: 2}, r"only the keys \[1, 'prompt'\]; write a list"),
         ({"prompt": "q", "completions": ["a"]}, r"\"completions\" is \['a'\]; write a list of objects"),
         ({"prompt": "q", "completions": [{"completion": "a"}]}, 'do not all have one of "advantage" and "reward"'),
         ({"prompt": "q", "completions": [ANSWER, REWARDED]}, 'do not all have one of "advantage" and "reward"'),

@@ -84,11 +84,11 @@ def parse_document(record: Any) -> dict[str, Any]:
     if not forms:
         if "chosen" in record:
             raise ValueError(
-                f'the record is a preference pair, with the keys {_keys(record)}; use it with dataset "dpo"'
+                f'the record is a preference pair, with the keys {quoted_keys(record)}; use it with dataset "dpo"'
             )
         raise ValueError(
-            f'the record has only the keys {_keys(record)}; give it "messages" or "text" (or "conversations", "prompt" '
-            'and "completion", "instruction" and "output")'
+            f'the record has only the keys {quoted_keys(record)}; give it "messages" or "text" (or "conversations", '
+            '"prompt" and "completion", "instruction" and "output")'
         )
     (form,) = forms
     if form == "text":
@@ -149,7 +149,7 @@ def _check_object(record: Any, keys: str) -> None:
 
 def _text(record: dict[str, Any], key: str) -> str:
     if key not in record:
-        raise ValueError(f'the record has no "{key}", only the keys {_keys(record)}; add it')
+        raise ValueError(f'the record has no "{key}", only the keys {quoted_keys(record)}; add it')
     if not isinstance(record[key], str):
         raise ValueError(f'"{key}" is {_kind(record[key])}; write a string')
     if not record[key]:
@@ -423,7 +423,7 @@ def _check_keys(name: str, message: Any, keys: tuple[str, ...]) -> None:
         raise ValueError(f'{name} is {_kind(message)}; write an object with "role" and "content"')
     for key in keys:
         if key not in message:
-            raise ValueError(f'{name} has no "{key}", only the keys {_keys(message)}; add it')
+            raise ValueError(f'{name} has no "{key}", only the keys {quoted_keys(message)}; add it')
 
 
 def _with_system(record: dict[str, Any], messages: Messages) -> Messages:
@@ -475,5 +475,6 @@ def _kind(value: Any) -> str:
     return "null" if value is None else f"{quoted(value)} ({type(value).__name__})"
 
 
-def _keys(record: dict[str, Any]) -> str:
-    return quoted(sorted(record))
+def quoted_keys(record: dict[str, Any]) -> str:
+    """Its keys; of a record that a program gives not all need be text."""
+    return quoted(sorted(record, key=str))

@@ -16,7 +16,7 @@ keys are ignored.
 
 from typing import Any
 
-from torchtitan_magi.data.records.formats import BELOW, check_only_text, is_number, parse_document
+from torchtitan_magi.data.records.formats import BELOW, check_only_text, is_number, parse_document, quoted_keys
 from torchtitan_magi.wording import quoted
 
 _OF_TEXT = ("prompt", "system", "tools", "chat_template_kwargs")
@@ -39,7 +39,7 @@ def parse_rollouts(record: Any) -> dict[str, Any]:
     if answers is None and not record.keys().isdisjoint(("completion", "completion_ids")):
         answers = [{key: record[key] for key in OF_ANSWER if key in record}]
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
-        lacks = f'the record has no "completions", only the keys {quoted(sorted(record))}'
+        lacks = f'the record has no "completions", only the keys {quoted_keys(record)}'
         raise ValueError(
             (lacks if answers is None else f'"completions" is {quoted(answers)}')
             + '; write a list of objects with "completion" (or "completion_ids") and "advantage" (or "reward")'
@@ -77,7 +77,7 @@ def _kind_of(answers: list[dict[str, Any]]) -> str:
 def _of_text(record: dict[str, Any], answers: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     for name, answer in zip(names, answers, strict=True):
         if "completion" not in answer:
-            raise ValueError(f'{name} has no "completion", only the keys {quoted(sorted(answer))}; add it')
+            raise ValueError(f'{name} has no "completion", only the keys {quoted_keys(answer)}; add it')
         if "completion_mask" in answer:
             raise ValueError(
                 f'{name} has "completion_mask" beside "completion"; use it with "prompt_ids" and "completion_ids", or '
@@ -94,7 +94,7 @@ def _of_ids(record: dict[str, Any], answers: list[dict[str, Any]], names: list[s
         raise ValueError('the record has "prompt" and "prompt_ids"; leave it one of them')
     for name, answer in zip(names, answers, strict=True):
         if "completion_ids" not in answer:
-            raise ValueError(f'{name} has no "completion_ids", only the keys {quoted(sorted(answer))}; add them')
+            raise ValueError(f'{name} has no "completion_ids", only the keys {quoted_keys(answer)}; add them')
     given = [answer["completion_ids"] for answer in answers]
     ids = [_ids(f"{name}.completion_ids", answer) for name, answer in zip(names, given, strict=True)]
     masks = [answer.get("completion_mask") for answer in answers]
