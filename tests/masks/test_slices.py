@@ -1,4 +1,7 @@
+import copy
 import itertools
+import pickle
+import subprocess
 import sys
 import tracemalloc
 
@@ -248,3 +251,17 @@ def test_slices_are_immutable_and_hashable():
     with pytest.raises(ValueError, match="read-only"):
         slices.table[0, 0] = 1
     assert hash(slices) == hash(varlen_causal([0, 4]))
+    with pytest.raises(AttributeError):
+        slices.table = slices.table[:0]
+
+
+@pytest.mark.parametrize("slices", [AttnSlices([[0, 4, 0, 4, 1], [0, 2, 0, 2, 0]]), varlen_causal([0, 4]).canonical()])
+def test_slices_are_the_same_in_other_processes(slices):
+    in_dict = "import pickle, sys; slices, other = pickle.load(sys.stdin.buffer); print({slices: 1}.get(other))"
+    hash(slices)
+    given = pickle.dumps((slices, AttnSlices(slices.table)))
+    found = subprocess.run([sys.executable, "-c", in_dict], input=given, capture_output=True, check=True, timeout=60)
+    assert found.stdout.split() == [b"1"]
+    again = copy.deepcopy(slices)
+    assert again == slices
+    assert not again.table.flags.writeable

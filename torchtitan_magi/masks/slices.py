@@ -11,6 +11,7 @@ a bit field: bit 0 makes the upper bound move with the row, bit 1 the lower boun
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -50,9 +51,9 @@ class AttnSlices:
             beyond 32 bits.
     """
 
-    __slots__ = ("_canonical", "_hash", "table")
+    __slots__ = ("_canonical", "_hash", "_table")
 
-    table: Int32Array
+    _table: Int32Array
 
     def __init__(self, table: Sequence[Sequence[int]] | IntArray) -> None:
         array = as_int64(table, "slices", "are of type")
@@ -67,7 +68,7 @@ class AttnSlices:
             raise ValueError(
                 f"slice {i} has mask_type {mask_type[i]}; use 0 FULL, 1 CAUSAL, 2 INV_CAUSAL or 3 BI_CAUSAL"
             )
-        self.table = frozen(array.astype(np.int32))
+        self._table = frozen(array.astype(np.int32))
         self._canonical: AttnSlices | None = None
         self._hash: int | None = None
 
@@ -75,9 +76,18 @@ class AttnSlices:
     def _trusted(cls, table: IntArray) -> "AttnSlices":
         """Wraps a table that is already canonical."""
         slices = cls.__new__(cls)
-        slices.table = frozen(table.astype(np.int32))
+        slices._table = frozen(table.astype(np.int32))
         slices._canonical, slices._hash = slices, None
         return slices
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the table alone: hashes differ from process to process."""
+        return AttnSlices._trusted if self._canonical is self else AttnSlices, (self.table,)
+
+    @property
+    def table(self) -> Int32Array:
+        """The slices, int32 [n, 5], read-only."""
+        return self._table
 
     def __len__(self) -> int:
         return len(self.table)
