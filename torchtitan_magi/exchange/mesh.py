@@ -102,11 +102,11 @@ def as_transport(mesh: Mesh, cp_size: int, device: torch.device | None = None) -
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not in the mesh of ranks {mesh.mesh.tolist()}; call it on these")
     try:
         return mesh.get_group()
     except RuntimeError:
-        if mesh.get_coordinate() is None:
-            raise ValueError(f"this rank is not in the mesh of ranks {mesh.mesh.tolist()}; call it on these") from None
         raise RuntimeError(_ENDED) from None
 
 
