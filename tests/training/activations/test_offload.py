@@ -163,6 +163,31 @@ def test_several_forwards_may_wait_for_their_backward(small):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_memory_is_freed_only_behind_the_copies_that_read_it(with_backward, small, monkeypatch):
+    """That of the last layers as well, which comes back from the GPU, and that of a forward without a backward."""
+    departures, waited, copy = [], [], Copies._copy
+
+    def numbered(copies, way, to, source):
+        copy(copies, way, to, source)
+        departures.extend([len(departures)] * (way == 0))
+        return None if way else departures[-1]
+
+    monkeypatch.setattr(Copies, "_copy", numbered)
+    monkeypatch.setattr(Copies, "wait", lambda copies, event: waited.append(event))
+    model = blocks("all", "cpu")
+    Offloader(torch.device("cpu")).wrap(list(model), model)
+    x = torch.randn(32, DIM)
+    for block in model:
+        x = block(x, torch.ones(()))
+    if with_backward:
+        x.sum().backward()
+    del x
+    gc.collect()
+    assert len(departures) > 2 * LAYERS
+    assert set(departures) == set(waited) - {None}
+
+
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_forward_without_gradients_leaves_those_with_alone(kept, without_gradients, small):

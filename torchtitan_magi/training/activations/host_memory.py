@@ -113,6 +113,11 @@ class Copies:
             to.copy_(source, non_blocking=True)
         return stream.record_event()
 
+    def end(self, buffer: Tensor, arrival: Any) -> None:
+        """Takes back a buffer of ``to_host``. What it was filled from may be freed next on the current stream."""
+        self.wait(arrival)
+        self.memory.give(buffer)
+
     def wait(self, event: Any) -> None:
         """Lets the current stream wait for a copy."""
         if event is not None:

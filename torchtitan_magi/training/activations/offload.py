@@ -35,7 +35,7 @@ class _Away:
         self._here: Tensor | None = x
         self._arrival: Any = None  # of what comes back
         self._buffer, self._departure = copies.to_host(x)
-        weakref.finalize(self, copies.memory.give, self._buffer)
+        weakref.finalize(self, copies.end, self._buffer, self._departure).atexit = False
 
     def leave(self) -> None:
         """Frees what is on the device, as soon as its copy is on the host."""
