@@ -20,7 +20,7 @@ from torchtitan_magi.exchange.mesh import as_transport
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.planning.cost_model import H200, Heads, Link
 
-HEADS = Heads(4, 4, 24, 16, (12, 8))
+HEADS = Heads(4, 4, 24, 16, (16, 8))
 DEEPSEEK_V3 = Heads(128, 128, 192, 128, (512, 64))
 LENGTHS = [150, 37, 5, 64]
 CU_SEQLENS = np.append(0, np.cumsum(LENGTHS)).tolist()
@@ -134,6 +134,11 @@ def test_a_plan_without_remote_rows_needs_none():
 def test_inside_a_node_and_without_overlap_keys_and_values_travel(nodes, stages):
     assert not planned(stages, nodes=nodes).heads.latent
     assert planned(stages, nodes=nodes).fingerprint == planned(stages, HEADS.with_whole_rows, nodes).fingerprint
+
+
+@pytest.mark.parametrize("latent", [(12, 8), (16, 4)])
+def test_keys_and_values_travel_where_latent_vectors_have_no_whole_units(latent):
+    assert not planned(2, replace(HEADS, latent=latent)).heads.latent
 
 
 def test_latent_rows_travel_where_the_model_finds_that_faster():

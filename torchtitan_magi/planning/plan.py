@@ -282,7 +282,8 @@ def _plans_afresh(masks: tuple[AttnSlices, ...], layers: tuple[int, ...], spec: 
         _check_end(slices, spec.total_tokens)
     masks = tuple(slices.canonical() for slices in masks)
     nodes, cost = spec.nodes, spec.cost
-    heads = spec.heads.with_whole_rows if len(nodes) == 1 else spec.heads
+    has_units = not any(width % 8 for width in spec.heads.latent)  # of 8 elements, in which kernels move rows
+    heads = spec.heads if has_units and len(nodes) > 1 else spec.heads.with_whole_rows
     padded_tokens = -(-spec.total_tokens // spec.cp_size) * spec.cp_size
     owned = place(tuple(zip(masks, layers, strict=True)), padded_tokens, spec.cp_size, nodes, heads, cost)
     rest = spec.overlap_stages, heads, nodes, cost
