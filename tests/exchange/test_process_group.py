@@ -121,10 +121,11 @@ def misuse_on_rank():
         magi.dispatch(x, plan, mesh)
     with pytest.raises(ValueError, match=f"the plan is for {size} ranks but the mesh has 1"):
         magi.dispatch(x, plan, mesh["dp"])
-    other = DeviceMesh("cpu", [1], mesh_dim_names=("cp",))
-    if dist.get_rank() != 1:
-        with pytest.raises(ValueError, match=r"this rank is not in the mesh of ranks \[1\]; call it on these"):
-            magi.dispatch(x, magi.make_plan(plan.slices, len(x), 1), other)
+    alone = magi.make_plan(plan.slices, len(x), 1)
+    for other in (DeviceMesh("cpu", [1], mesh_dim_names=("cp",)), dist.new_group([1])):
+        if dist.get_rank() != 1:
+            with pytest.raises(ValueError, match=r"this rank is not in the (mesh of ranks \[1\]|process group)"):
+                magi.dispatch(x, alone, other)
     return magi.dispatch(x, plan, mesh["cp"]).shape
 
 

@@ -68,7 +68,7 @@ def as_transport(mesh: Mesh, cp_size: int, device: torch.device | None = None) -
         device: of the tensors that will travel.
 
     Raises:
-        ValueError: no mesh; it has several dimensions, not cp_size ranks, or no backend for the device.
+        ValueError: no mesh; it has several dimensions, not cp_size ranks, not this one, or no backend for the device.
         RuntimeError: its process group has ended.
     """
     if mesh is None:
@@ -81,6 +81,8 @@ def as_transport(mesh: Mesh, cp_size: int, device: torch.device | None = None) -
         transport = process_group_transport(_group_of(mesh))
     elif isinstance(mesh, dist.ProcessGroup):
         transport = process_group_transport(mesh)
+    elif mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to other ranks
+        raise ValueError("this rank is not in the process group that mesh is to be; call it on the group's ranks")
     elif hasattr(mesh, "all_to_all"):
         transport = mesh
     else:
