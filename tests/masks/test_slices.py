@@ -265,3 +265,10 @@ def test_slices_are_the_same_in_other_processes(slices):
     again = copy.deepcopy(slices)
     assert again == slices
     assert not again.table.flags.writeable
+
+
+def test_a_long_mask_is_shown_by_its_beginning():
+    short, long = AttnSlices([[0, 1, 0, 1, 0]] * 100), AttnSlices([[0, 1, 0, 1, 0]] * 2000)
+    assert repr(AttnSlices([])) == "AttnSlices([])"
+    assert repr(short) == f"AttnSlices({short.table.tolist()})"
+    assert repr(long) == repr(short)[:-2] + ", ... 2,000 slices])"

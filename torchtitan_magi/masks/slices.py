@@ -36,6 +36,7 @@ from torchtitan_magi.masks.geometry import (
 from torchtitan_magi.wording import one_line, quoted
 
 MAX_TOKENS = 2**31 - 1  # token numbers are int32 on the device
+SHOWN = 100  # slices in a repr: a pack may have 500,000
 FEW_PAIRS = 16  # pairs of slices with common rows, per slice, that are looked at one by one
 
 
@@ -101,7 +102,8 @@ class AttnSlices:
         return self._hash
 
     def __repr__(self) -> str:
-        return f"AttnSlices({self.table.tolist()})"
+        shown = str(self.table[:SHOWN].tolist())[:-1]
+        return f"AttnSlices({shown}{f', ... {len(self):,} slices' * (len(self) > SHOWN)}])"
 
     def canonical(self) -> "AttnSlices":
         """The same mask as slices that are pairwise disjoint sets of (query, key) pairs.
