@@ -169,6 +169,8 @@ def launch(options: list[str]) -> None:
         from torch.distributed.elastic.multiprocessing import errors
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it, which torchrun would undo
+        options = ["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", *options]
     try:
         run.run(run.parse_args(options))
     except errors.ChildFailedError as error:

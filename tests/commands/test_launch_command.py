@@ -165,6 +165,20 @@ def test_however_torchrun_ends_it_is_one_line(raised, line):
     assert re.fullmatch(line, caught.value.code)
 
 
+@pytest.mark.parametrize(("ignored", "handled"), [(False, True), (True, False)])
+def test_a_hangup_that_is_ignored_as_by_nohup_stays_so(ignored, handled):
+    given = []
+    with mock.patch.object(torch.distributed.run, "run", given.append):
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        try:
+            launch(["--standalone", "script.py"])
+        finally:
+            signal.signal(signal.SIGHUP, before)
+    (options,) = given
+    assert ("SIGHUP" in options.signals_to_handle.split(",")) == handled
+    assert "SIGTERM" in options.signals_to_handle
+
+
 NO_REASON = "a rank failed and could not write why: its error file is empty or broken; make room .*"
 
 

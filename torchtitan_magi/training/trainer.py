@@ -31,7 +31,7 @@ from torchtitan_magi.training.objectives.reference_file import reference_file
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
 from torchtitan_magi.training.process.all_ranks import gathered
 from torchtitan_magi.training.process.groups import data_parallel_place, group_of, reduced
-from torchtitan_magi.training.process.last_line import stopped, told_on_signal
+from torchtitan_magi.training.process.last_line import LAST_LINE, stopped, told_on_signal
 from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
@@ -310,7 +310,7 @@ class ObjectiveTrainer:
                 yield name, whole(tensor)
 
     def _stopped(self) -> str:
-        return stopped(self.steps_done, last_checkpoint(self.job_config))
+        return LAST_LINE.text or stopped(self.steps_done, last_checkpoint(self.job_config))
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """A step of torchtitan's, with the items of all its microbatches counted before the first."""

@@ -41,20 +41,28 @@ with told_on_signal(lambda: "this is said"):
 STEPS = ["--training.steps", "1000000", "--lr_scheduler.decay_ratio", "0", "--parallelism.context_parallel_degree", "2"]
 
 
-@pytest.mark.parametrize(("number", "saves"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def wait_for(text, log, job, printed):
+    while not (log.exists() and text in log.read_text()):
+        assert job.poll() is None, printed.read_text()[-4000:]
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("number", "saves"), [(signal.SIGINT, True), (signal.SIGHUP, False)])
 def test_a_run_that_is_stopped_says_how_it_goes_on(number, saves):
+    """The first one is started by nohup, and goes on when its terminal is closed."""
     folder = new_folder()
     options = [*on_corpus(), *SMALL, *STEPS, "--metrics.log_freq", "1", "--job.dump_folder", folder]
     options += ["--checkpoint.enable", "--checkpoint.interval", "2"] if saves else ["--checkpoint.no-enable"]
-    command = [sys.executable, "-m", "torchtitan_magi", "train", DEBUG_TOML, *options]
+    command = [*(["nohup"] if saves else []), sys.executable, "-m", "torchtitan_magi", "train", DEBUG_TOML, *options]
     with open(f"{folder}/printed", "w") as file:
         job = subprocess.Popen(
             list(map(str, command)), stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment_of()
         )
         printed, log = Path(file.name), Path(folder) / "run.log"
-        while not (log.exists() and "step: 3/" in log.read_text()):
-            assert job.poll() is None, printed.read_text()[-4000:]
-            time.sleep(0.1)
+        wait_for("step: 3/", log, job, printed)
+        if saves:
+            os.kill(job.pid, signal.SIGHUP)
+            wait_for(f"step: {log.read_text().count('step: ') + 2}/", log, job, printed)
         os.kill(job.pid, number)
         assert job.wait(300) == 1
     assert printed.read_text().splitlines()[-1] == f"ended by {number.name}"

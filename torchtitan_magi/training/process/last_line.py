@@ -66,7 +66,8 @@ class LastLine:
 
 @contextlib.contextmanager
 def told_on_signal(text: Callable[[], str]) -> Iterator[None]:
-    """Lets rank 0 log a text when SIGINT or SIGTERM ends it. All ranks end by the signal itself, without traceback."""
+    """Lets rank 0 log a text when a signal that torchrun passes on ends it. All ranks end by the signal itself, without
+    traceback. SIGHUP and SIGQUIT stay with whom they have: ``nohup`` ignores the former."""
 
     def end(number: int, _: object = None) -> None:
         with contextlib.suppress(RuntimeError):  # the signal came while another line was being written
@@ -77,9 +78,10 @@ def told_on_signal(text: Callable[[], str]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
-    own: dict[int, Any] = (
-        {signal.SIGINT: end, signal.SIGTERM: end} if is_first_rank() else {signal.SIGINT: signal.SIG_DFL}
-    )
+    free = [number for number in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(number) == signal.SIG_DFL]
+    own: dict[int, Any] = {signal.SIGINT: signal.SIG_DFL}
+    if is_first_rank():
+        own = dict.fromkeys((signal.SIGINT, signal.SIGTERM, *free), end)
     before = {number: signal.signal(number, handler) for number, handler in own.items()}
     _told.update(own)
     try:
@@ -107,14 +109,14 @@ os.register_at_fork(after_in_child=_tell_nothing)
 
 @contextlib.contextmanager
 def _also_where_main_thread_waits(end: Callable[[int], None]) -> Iterator[None]:
-    """Calls end(number) of SIGINT or SIGTERM also where the main thread waits for a GPU, which waits for another rank.
+    """Calls end(number) of a signal also where the main thread waits for a GPU, which waits for another rank.
     Python's handlers run in the main thread alone, so torchrun would kill the process, 30 s later."""
     heard, number = os.pipe()
     os.set_blocking(number, False)
 
     def listen() -> None:
         while signals := os.read(heard, 1):
-            if signals[0] in (signal.SIGINT, signal.SIGTERM):
+            if signals[0] in _told:
                 time.sleep(SOON)  # meanwhile the main thread ends the process, if it can
                 end(signals[0])
         os.close(heard)
