@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.processes import environment_of, python
 from support.runs import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus
 
-from torchtitan_magi.training.process.last_line import stopped, told_on_signal
+from torchtitan_magi.training.process.last_line import LAST_LINE, stopped, told_on_signal
+from torchtitan_magi.training.trainer import ObjectiveTrainer
 
 # The main thread waits in C, as for a GPU: for a mutex that it has itself.
 WAITING = """
@@ -88,3 +90,9 @@ def test_a_run_that_waits_in_c_ends_by_the_signal_too(number):
 def test_the_line_of_a_stopped_run():
     assert stopped(1050, 1000) == "Stopped after step 1,050; the same command goes on from step-1000"
     assert stopped(7, -1) == "Stopped after step 7; no checkpoint was saved: the same command begins anew"
+
+
+def test_what_has_ended_but_for_a_last_validation_says_where_its_model_is(monkeypatch):
+    """The same command does not go on from weights alone."""
+    monkeypatch.setattr(LAST_LINE, "text", "The model is in x")
+    assert ObjectiveTrainer._stopped(SimpleNamespace()) == "The model is in x"
