@@ -1,4 +1,4 @@
-"""Continues from torchtitan's checkpoints: which one, and by whose options."""
+"""Continues from torchtitan's checkpoints: which one, and by whose options; which of them stay."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_magi.training.batches import run_length
+from torchtitan_magi.training.process.all_ranks import is_first_rank
 from torchtitan_magi.training.settings.resume import finished_steps
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,21 @@ def load_checkpoint(manager: Any, step: int, load: Callable[[int], bool], build:
             loaded = load(step)
         run_length.resume(manager.states, build)
     return loaded
+
+
+def purge_stale(manager: Any) -> None:
+    """In place of the CheckpointManager's ``_purge_stale_checkpoints``: has those removed that ``keep_latest_k`` leaves
+    out, with that of this step and finished ones before it. torchtitan counts unfinished ones as well, which no run can
+    go on from, those of later steps, and folders of other names, such as copies.
+    """
+    if manager.keep_latest_k == 0 or not is_first_rank():
+        return
+    folder, step = Path(manager.folder), manager.states["train_state"].step
+    earlier = [other for other in finished_steps(folder) if other < step]
+    for oldest in earlier[manager.keep_latest_k - 2 :][:1]:
+        stale = [path for path in folder.glob("step-*") if (name := path.name[5:]).isdecimal() and int(name) < oldest]
+        for path in stale:
+            manager.purge_queue.put(str(path))
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 """Runs that continue do so from the checkpoint and by the options that their own file says."""
 
+import queue
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.runs import corpus, new_folder, train, watch
 
 from torchtitan_magi.training.checkpoints.digests import METADATA
+from torchtitan_magi.training.continued import purge_stale
 from torchtitan_magi.training.settings.resume import finished_steps
 
 SAVED, STEPS = 3, 6
@@ -64,3 +67,18 @@ def test_only_folders_with_a_number_are_steps(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / METADATA).touch()
     assert finished_steps(tmp_path) == [3]
+
+
+@pytest.mark.either
+@pytest.mark.parametrize(("kept", "stale"), [(0, []), (2, [0, 1, 2]), (3, [0, 1]), (4, [0]), (5, [])])
+def test_only_finished_checkpoints_before_a_step_count_as_kept(kept, stale, tmp_path):
+    """While step 6 is being written. Those of steps 0 and 4 were cut off; later ones and a copy are others'."""
+    for name in ("step-0", "step-1", "step-2", "step-3", "step-4", "step-6", "step-8", "step-9", "step-1.best"):
+        (tmp_path / name).mkdir()
+        if name not in ("step-0", "step-4", "step-6"):
+            (tmp_path / name / METADATA).touch()
+    trainer = SimpleNamespace(step=6)
+    manager = SimpleNamespace(folder=tmp_path, keep_latest_k=kept, purge_queue=queue.Queue())
+    manager.states = {"train_state": trainer}
+    purge_stale(manager)
+    assert sorted(manager.purge_queue.queue) == [f"{tmp_path}/step-{number}" for number in stale]

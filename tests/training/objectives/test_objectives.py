@@ -207,17 +207,11 @@ def said_of_later_ones(folder, cases):
     return errors_of([continued + case.split() for case in cases]), warned
 
 
-def test_checkpoints_later_than_that_of_load_step_are_not_kept_in_place_of_new_ones(tmp_path):
-    cases = ["--checkpoint.load_step 2 --checkpoint.interval 1 --checkpoint.keep_latest_k 2"]
-    cases += [f"{cases[0]} --checkpoint.interval 2", f"{cases[0]} --checkpoint.keep_latest_k 0", ""]
-    (refused, *taken), warned = call(said_of_later_ones, str(tmp_path), cases)
-    what = f"checkpoint.load_step is 2, but {tmp_path}/checkpoint has later checkpoints, up to step 5: "
-    assert refused.endswith(
-        f"{what}of those and this run's keep_latest_k = 2 keeps the former; move them away, or set it to 0"
-    )
-    assert taken == [None] * 3
-    assert len(warned) == 2
-    assert all(f"{what}the same command begins at step 2 again" in line for line in warned)
+def test_checkpoints_later_than_that_of_load_step_are_warned_of(tmp_path):
+    taken, warned = call(said_of_later_ones, str(tmp_path), ["--checkpoint.load_step 2", ""])
+    assert taken == [None] * 2
+    (line,) = warned
+    assert f"is 2, but {tmp_path}/checkpoint has later checkpoints, up to step 5: the same command begins at" in line
 
 
 def test_a_run_does_not_continue_from_weights_alone(tmp_path):

@@ -45,7 +45,7 @@ from torchtitan_magi.training.activations.layers import told_apart
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import loading, save_with_digests, saving
 from torchtitan_magi.training.checkpoints.export import Export
-from torchtitan_magi.training.continued import load_checkpoint
+from torchtitan_magi.training.continued import load_checkpoint, purge_stale
 from torchtitan_magi.training.experts import own_experts
 from torchtitan_magi.training.finite import StepGuard, check_state, clip_and_note
 from torchtitan_magi.training.process.cpu import use_cpu
@@ -99,6 +99,7 @@ def install() -> None:
         wrap(owner, name, replacement)
     for owner, name, ours in (
         (dist_utils, "set_pg_timeouts", set_pg_timeouts),  # to reach our own communicators as well
+        (CheckpointManager, "_purge_stale_checkpoints", purge_stale),  # to count those that a run can go on from
         (llama4, "PrepareModuleInputOutput", LayerStyle),  # to have exact gradients of experts under tensor parallelism
         (llama4, "NoParallel", GateStyle),  # the same
         (TensorParallel, "_prepare_input_fn", prepare_input),  # the same

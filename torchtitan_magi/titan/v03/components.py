@@ -25,7 +25,7 @@ from torchtitan_magi.training.batches.microbatch import Process
 from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
 from torchtitan_magi.training.checkpoints.digests import loading, saving
 from torchtitan_magi.training.checkpoints.export import Export
-from torchtitan_magi.training.continued import load_checkpoint
+from torchtitan_magi.training.continued import load_checkpoint, purge_stale
 from torchtitan_magi.training.finite import StepGuard, check_state
 from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives.lora import save_adapters
@@ -150,6 +150,7 @@ class MagiCheckpointManager(CheckpointManager):
     lora: LoRA
     base: str  # the folder of the model that adapters are for
     guard: StepGuard  # set by our Trainer
+    _purge_stale_checkpoints = purge_stale
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         """Also counts the step that used up the data as the last one, and ends the run by one that was not finite."""

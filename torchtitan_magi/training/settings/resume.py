@@ -143,7 +143,11 @@ def _check_continues(job_config: Any) -> None:
     if checkpoint.load_only or step == 0 or step not in steps:  # of step 0 torchtitan loads the weights only
         return
     if step < max(steps):
-        _check_later_ones(job_config, step, steps)
+        logger.warning(
+            f"checkpoint.load_step is {step}, but {shown(folder)} has later checkpoints, up to step {max(steps)}: the "
+            "same command begins at that step again, and without load_step a start goes on from the last one; move "
+            "them away to go on from this run's"
+        )
     if not checkpoint.exclude_from_loading and not _can_continue(folder, step):
         earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
         instead = "" if earlier is None else f"set checkpoint.load_step to {earlier}, or "
@@ -163,25 +167,6 @@ def _check_continues(job_config: Any) -> None:
             f'magi.dpo.reference is "{reference}", but {shown(folder)}/step-{step} is of a run with "{before}"; set it '
             "to that, or start another run"
         )
-
-
-def _check_later_ones(job_config: Any, step: int, steps: list[int]) -> None:
-    """Checks what becomes of a run from a checkpoint of ``step`` where there are later ones: torchtitan keeps those of
-    the highest steps, whoever saved them."""
-    checkpoint = job_config.checkpoint
-    first, most = (step // checkpoint.interval + 1) * checkpoint.interval, checkpoint.keep_latest_k
-    what = (
-        f"checkpoint.load_step is {step}, but {shown(folder_of_checkpoints(job_config))} has later checkpoints, up to "
-        f"step {max(steps)}"
-    )
-    if 0 < most <= sum(other > first for other in steps):
-        raise ValueError(
-            f"{what}: of those and this run's keep_latest_k = {most} keeps the former; move them away, or set it to 0"
-        )
-    logger.warning(
-        f"{what}: the same command begins at step {step} again, and without load_step a start goes on from the last "
-        "one; move them away to go on from this run's"
-    )
 
 
 def _check_steps_are_left(job_config: Any, step: int) -> None:
