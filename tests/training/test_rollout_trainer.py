@@ -9,6 +9,7 @@ from support.degrees import degree_arguments
 from support.errors import one_line
 from support.hf_loop import ARGUMENTS
 from support.hf_models import hf_arguments, make_hf_folder, tensors_of
+from support.jsonl import write_jsonl
 from support.rollouts import rollouts_file
 from support.runs import DEBUG_TOML, IS_0_3, TrainingError, new_folder, run_script, train
 
@@ -92,8 +93,15 @@ def test_given_steps_are_those_of_a_file(kind, degrees, tmp_path):
 
 
 LED = """
-import json, sys
+import json, sys, time
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torchtitan_magi import open_trainer
+
+def write_late(*arguments, stock=_FileSystemWriter.write_data):
+    time.sleep(1)  # while the program ends
+    return stock(*arguments)
+
+_FileSystemWriter.write_data = write_late
 
 records = [json.loads(line) for line in open(sys.argv[1])]
 with open_trainer(sys.argv[2:]) as trainer:
@@ -109,11 +117,13 @@ def test_a_led_run_goes_on(tmp_path):
     options += ["--training.dataset_path=", "--training.seq_len", "1024", "--training.local_batch_size", "1"]
     options += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.interval", "3"]
     options += ["--parallelism.context_parallel_degree", "1", "--training.global_batch_size=-1"]
-    options += ["--training.steps", "6"]
+    options += ["--training.steps", "6", "--checkpoint.async_mode", "async"]
     (program := tmp_path / "program.py").write_text(LED)
 
     def losses(dump):
         printed = run_script(1, program, path, *options, "--job.dump_folder", dump).output
+        assert "epoch" not in printed
+        assert "truncated" not in printed
         return re.findall(r"^LOSS (\d) (\S+)", printed, re.M)
 
     first, rest = losses(tmp_path / "run"), losses(tmp_path / "run")
@@ -121,6 +131,23 @@ def test_a_led_run_goes_on(tmp_path):
     assert int((tmp_path / "run" / "checkpoint" / "trained_length").read_text()) > 200  # for config.json of an export
     whole = run_script(1, program, path, *options, "--job.dump_folder", tmp_path / "whole").output
     assert re.findall(r"^LOSS (\d) (\S+)", whole, re.M) == first
+
+
+def test_a_led_step_names_its_rollouts(tmp_path):
+    """Those that lose tokens in the log, those whose loss is not finite in the error."""
+    options = ["--job.config_file", DEBUG_TOML, *hf_arguments(make_hf_folder("llama")), *ARGUMENTS]
+    options += ["--training.dataset", "rollouts", "--training.dataset_path=", "--training.seq_len", "256"]
+    options += ["--training.global_batch_size=-1", "--training.steps", "3", "--training.local_batch_size", "1"]
+    options += ["--parallelism.context_parallel_degree", "1", "--magi.random_weights", "--job.dump_folder", tmp_path]
+    records = [json.loads(line) for line in rollouts_file().read_text().splitlines()]
+    records[2]["completions"] = [{"completion": "bada", "advantage": -9e37, "logprobs": [-80.0] * 3}]
+    write_jsonl(path := tmp_path / "rollouts.jsonl", records)
+    (program := tmp_path / "program.py").write_text(LED)
+    with pytest.raises(TrainingError) as caught:
+        run_script(1, program, path, *options)
+    assert caught.value.type == "FloatingPointError"
+    assert str(caught.value).startswith("step 1: the loss is not finite in 1 of 5 documents: rollouts[2]; nothing of")
+    assert "step 1: 5 documents, " in caught.value.__notes__[0]
 
 
 @pytest.mark.skipif(not IS_0_3, reason="torchtitan 0.3 has pipelines here")

@@ -18,7 +18,7 @@ from torchtitan_magi.training.batches.given_rollouts import GivenRollouts
 from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch, Process, on_device
 from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
-from torchtitan_magi.training.checkpoints.digests import METADATA, read_metadata
+from torchtitan_magi.training.checkpoints.digests import METADATA, read_metadata, saving
 from torchtitan_magi.training.experts import expert_biases, expert_counts_kept, whole
 from torchtitan_magi.training.memory_log import give_back_before
 from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
@@ -234,8 +234,15 @@ class ObjectiveTrainer:
             yield
         stop_offloading()
 
+            self._end_saving()
     @contextmanager
     def given_steps(self) -> Iterator[Callable[[Sequence[Any]], dict[str, float]]]:
+    def _end_saving(self) -> None:
+        """Waits for a checkpoint that is still being written; a save of a last step has done so."""
+        if (writing := getattr(self.checkpointer, "save_future", None)) is not None:
+            with saving(self.checkpointer.folder):
+                writing.result()
+
         """Runs steps on rollouts that are given, in place of ``train``. The time-outs stay those of the first step.
 
         Yields what trains a step on records, see ``rollout_format``, the same on all ranks, and returns what is logged

@@ -59,6 +59,7 @@ class PackedDataset(IterableDataset, Stateful):
         token_cache: folder that keeps tokens, made by processes on all cores, for a `ChatTokenizer`; all ranks and
             later runs read them there. None: tokens are made in this process, where templates have no limits, and not
             kept.
+        reports: whether the counts of the records read are logged, at the end of each epoch.
         options: the other fields of `PackOptions`, by keyword:
 
             - `seed` (0): seeds the order of records and packs, >= 0;
@@ -98,6 +99,7 @@ class PackedDataset(IterableDataset, Stateful):
         *,
         check: bool = True,
         token_cache: str | os.PathLike[str] | None = None,
+        reports: bool = True,
         **options: Any,
     ):
         if not (is_integer(dp_rank, 0) and is_integer(dp_world_size, 1) and dp_rank < dp_world_size):
@@ -110,7 +112,8 @@ class PackedDataset(IterableDataset, Stateful):
         self.records = paths if isinstance(paths, Corpus) else Corpus(paths, self.parse, token_cache)
         self.tokens = self._tokens(tokenize, token_cache)
         plans = None if token_cache is None else PlanCache(Path(token_cache))
-        self._stream = PackStream(self.records, self.tokens, plans, self.make_pieces, self.options, self.identity)
+        of_packs = self.make_pieces, self.options, self.identity
+        self._stream = PackStream(self.records, self.tokens, plans, *of_packs, reports)
         self._cursor, self._resuming = Cursor(), False
         if check and not self.options.skips_bad:
             self.check()

@@ -175,7 +175,7 @@ class PackStream:
     """Packs of `records`, whose tokens are in `tokens`.
 
     plans: keeps the plans of windows; None: they are not kept. make_pieces: a pure function. identity: all that the
-    packs depend on, as plain Python values.
+    packs depend on, as plain Python values. reports: whether the counts of what was read are logged.
     """
 
     records: Corpus
@@ -184,6 +184,7 @@ class PackStream:
     make_pieces: MakePieces
     options: PackOptions
     identity: Callable[[], dict[str, Any]]
+    reports: bool = True
     said: set[str] = field(default_factory=set)  # notes that were logged
     named: set[str] = field(default_factory=set)  # records left out that were logged
 
@@ -209,7 +210,8 @@ class PackStream:
                 if taken == num_ranks:
                     yield mine, cursor
                     mine, taken = pack_of_padding, 0
-            self._report(window)
+            if self.reports:
+                self._report(window)
         if taken:
             yield mine, cursor
 

@@ -1,11 +1,14 @@
 """Rollouts that a program gives step by step, in place of a loader's."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchtitan_magi.data import Corpus, PackedRolloutDataset, collate_packs
 from torchtitan_magi.data.datasets.packed_dataset import Sample, padding_like
 from torchtitan_magi.training.batches.pack_loader import chat_of, options_of_rollouts
+
+logger = logging.getLogger(__name__)
 
 
 class GivenRollouts:
@@ -14,7 +17,12 @@ class GivenRollouts:
     Args:
         open_packs: makes a data set of the rollouts of a step and its number.
         batch_size: packs per batch.
+
+    Attributes:
+        dataset: the rollouts of the last step, whose records have names.
     """
+
+    dataset: PackedRolloutDataset | None = None
 
     def __init__(self, open_packs: Callable[[Corpus, int], PackedRolloutDataset], batch_size: int) -> None:
         self.open_packs, self.batch_size = open_packs, batch_size
@@ -31,7 +39,11 @@ class GivenRollouts:
         """
         if not rollouts:
             raise ValueError("rollouts is empty; give a step at least one record")
-        packs = list(self.open_packs(Corpus.of_records("rollouts", rollouts, PackedRolloutDataset.parse), step))
+        records = Corpus.of_records("rollouts", rollouts, PackedRolloutDataset.parse)
+        self.dataset = self.open_packs(records, step)
+        packs, counts = list(self.dataset), self.dataset.counts
+        if counts.truncated or counts.unlabeled:
+            logger.warning(f"step {step + 1}: {counts}")
         size = self.batch_size
         found = [collate_packs(packs[first : first + size], size) for first in range(0, len(packs), size)]
         return found + [padding_like(found[0])] * (-len(found) % multiple)
@@ -56,7 +68,7 @@ def given_rollouts(section: Any, dp_world_size: int, dp_rank: int, tokenizer: An
     def open_packs(records: Corpus, step: int) -> PackedRolloutDataset:
         return PackedRolloutDataset(
             records, chat, section.seq_len, dp_rank, dp_world_size, **options_of_rollouts(job_config),
-            epochs=1, seed=seed + step, packs_per_step=section.local_batch_size * dp_world_size,
+            epochs=1, seed=seed + step, packs_per_step=section.local_batch_size * dp_world_size, reports=False,
         )  # fmt: skip
 
     return GivenRollouts(open_packs, section.local_batch_size)
