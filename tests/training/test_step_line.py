@@ -1,10 +1,13 @@
 """The log says where a run is: which steps it names, what it says of them, by the same names with any torchtitan."""
 
+from types import SimpleNamespace
+
 import pytest
+from support.errors import one_line
 from support.parity import trained_anew
 from support.runs import ROOT, corpus, watch
 
-from torchtitan_magi.training.metrics import duration, step_line
+from torchtitan_magi.training.metrics import PlanMetrics, duration, step_line
 
 TOKENS = 512  # of a step
 NAMES = {
@@ -85,6 +88,15 @@ def test_the_share_of_learned_tokens_is_that_of_the_documents_with_any_layout():
         learned = sum(label != -100 for row in labels for label in row)
         assert share == pytest.approx(100 * learned / sum(end - start for start, end, _ in branches))
         assert 0 < share < 100
+
+
+def test_weights_and_biases_that_cannot_begin_end_the_run():
+    """torchtitan logs an error, and goes on without."""
+    processor = PlanMetrics()
+    processor.logger = SimpleNamespace(number_of_loggers=1)
+    options = SimpleNamespace(enable_wandb=True, enable_tensorboard=True)
+    with one_line("metrics.enable_wandb is true, but no run of wandb could be started, .*; log in, set WANDB_MODE"):
+        processor.count_work(0, SimpleNamespace(job_config=SimpleNamespace(metrics=options)), None, None)
 
 
 def test_a_line_has_what_is_known():

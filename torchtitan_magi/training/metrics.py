@@ -50,7 +50,18 @@ class PlanMetrics:
     last: dict[str, Any]  # what was logged of the last step
 
     def count_work(self, attention_flops: int, run: RunParts, losses: LossRecord, memory: MeasuredMemory) -> None:
-        """Begins to count. attention_flops: per (query, key) pair, in all layers."""
+        """Begins to count. attention_flops: per (query, key) pair, in all layers.
+
+        Raises:
+            ValueError: on the rank that has no run of Weights & Biases and should; torchtitan would go on without.
+        """
+        options = run.job_config.metrics
+        wanted = options.enable_wandb + options.enable_tensorboard
+        if getattr(self.logger, "number_of_loggers", wanted) < wanted:
+            raise ValueError(
+                "metrics.enable_wandb is true, but no run of wandb could be started, as the log says above; log in, "
+                "set WANDB_MODE=offline in the environment, or set it to false"
+            )
         self.attention_flops, self.run, self.losses, self.memory = attention_flops, run, losses, memory
         self.count = run.count
         self.objective_metrics: Callable[[], dict[str, float]] = dict
