@@ -18,6 +18,9 @@ from support.marks import marked_long
 from support.runs import TrainingError, corpus, new_folder, train
 from transformers import AutoTokenizer
 
+from torchtitan_magi.models.model_config import read_model_config
+from torchtitan_magi.models.shapes import weights_used
+
 STORED = ["--magi.dpo.reference", "file"]
 
 
@@ -104,6 +107,10 @@ def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
         for name, tensor in tensors.items()
     }
     assert f"LoRA trains {sum(sizes.values()):,} parameters, " in run.output
+    config, logged = read_model_config(folder_of(kind)), run.metrics[-1]
+    frozen = 4 * weights_used(config)  # operations a token: weights without gradients
+    others = 6 * sum(sizes.values()) + config.attention_flops * SEQ_LEN / 2 + config.linear_flops
+    assert frozen < logged["tflops"] * 1e12 / logged["throughput(tps)"] < frozen + others
     modules, parameters = TARGETS.get(kind, ([*GROUPED, *FEED_FORWARD], []))
     assert sorted(found["target_modules"]) == sorted(modules)
     assert sorted(found.get("target_parameters", [])) == sorted(parameters)

@@ -59,6 +59,11 @@ def block_of(model: ModelConfig, number: int) -> Block:
     return Block(split, whole, expert, split + whole + experts.top_k * expert)
 
 
+def weights_used(model: ModelConfig) -> int:
+    """Parameters that a token is computed with: those of its experts only, and of the output layer."""
+    return sum(block_of(model, number).used for number in range(model.num_layers)) + model.vocab_size * model.dim
+
+
 def _attention(model: ModelConfig) -> tuple[int, int]:
     """Parameters of a block's attention that tensor parallelism splits, and those that it does not."""
     dim, queries, keys = model.dim, model.num_heads_q * model.head_dim, model.num_heads_kv * model.head_dim

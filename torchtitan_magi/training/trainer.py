@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.names import ADAPTERS
+from torchtitan_magi.models.shapes import weights_used
 from torchtitan_magi.training.activations.layers import stop_offloading
 from torchtitan_magi.training.batches.given_rollouts import GivenRollouts
 from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch, Process, on_device
@@ -146,6 +147,7 @@ class ObjectiveTrainer:
         if rank := self.job_config.magi.lora.rank:
             check_trainable(self.model_parts, rank)
             log_trainable(self.model_parts, group_of(dims, "pp"), self.device)
+            self.metrics_processor.num_flops_per_token -= 2 * weights_used(self.model_facts)  # without gradients
         self.reference_model = self.make_reference()
         self.objective = self._make_objective(self.job_config.training)
         self.objectives = [self.objective]
@@ -232,17 +234,17 @@ class ObjectiveTrainer:
         words = LastWords(comm.init_timeout_seconds, comm.train_timeout_seconds)
         with words as self.last_words, told_on_signal(self._stopped):
             yield
+            self._end_saving()
         stop_offloading()
 
-            self._end_saving()
-    @contextmanager
-    def given_steps(self) -> Iterator[Callable[[Sequence[Any]], dict[str, float]]]:
     def _end_saving(self) -> None:
         """Waits for a checkpoint that is still being written; a save of a last step has done so."""
         if (writing := getattr(self.checkpointer, "save_future", None)) is not None:
             with saving(self.checkpointer.folder):
                 writing.result()
 
+    @contextmanager
+    def given_steps(self) -> Iterator[Callable[[Sequence[Any]], dict[str, float]]]:
         """Runs steps on rollouts that are given, in place of ``train``. The time-outs stay those of the first step.
 
         Yields what trains a step on records, see ``rollout_format``, the same on all ranks, and returns what is logged
