@@ -187,6 +187,7 @@ class PackStream:
     reports: bool = True
     said: set[str] = field(default_factory=set)  # notes that were logged
     named: set[str] = field(default_factory=set)  # records left out that were logged
+    reported: set[str] = field(default_factory=set)  # counts that were logged
 
     def rounds(self, cursor: Cursor, rank: int, num_ranks: int) -> Iterator[tuple[Callable[[], Pack], Cursor]]:
         """Rounds of `num_ranks` packs, from `cursor` to the end of the last epoch: what reads the pack of this rank,
@@ -322,14 +323,21 @@ class PackStream:
                 logger.warning("record left out: %s", text)
 
     def _report(self, window: Window) -> None:
-        """Logs the counts at the end of each epoch, and in the first also each time the packs have doubled."""
+        """Logs the counts at the end of each epoch, and in the first also each time the packs have doubled; once, as
+        each validation passes over the same data.
+        """
         before, after = window.begin.counts, window.end.counts
         if window.last:
             notes = [f"; {note}: {number:,}" for note, number in window.so_far.notes.most_common(_MAX_NOTES_COUNTED)]
             counted = f"; of {window.so_far.num_records:,} records read" + "".join(notes) if notes else ""
-            logger.info("%s: end of epoch %d: %s%s", self.records.name, window.begin.epoch + 1, after, counted)
+            text = f"end of epoch {window.begin.epoch + 1}: {after}{counted}"
         elif window.begin.epoch == 0 and before.packs.bit_length() < after.packs.bit_length():
-            logger.info("%s: %s", self.records.name, after)
+            text = str(after)
+        else:
+            return
+        if text not in self.reported:
+            self.reported.add(text)
+            logger.info("%s: %s", self.records.name, text)
 
 
 def made_ahead(items: Iterator[T], cancelled: threading.Event) -> Iterator[T]:
