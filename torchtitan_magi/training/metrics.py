@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_magi.exchange.transport import gathered
 from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.experts import take_expert_load
 from torchtitan_magi.training.memory_log import MeasuredMemory
@@ -82,12 +83,14 @@ class PlanMetrics:
         """Logs a step. A collective of all ranks."""
         seconds, num_steps = time.perf_counter() - self.time_last_log, step - self.last_logged
         counted, extra = self.count.take(), extra_metrics or {}
-        groups = group_of(self.parallel_dims, "loss"), group_of(self.parallel_dims, "pp")
-        own_metrics = self.objective_metrics() | take_expert_load(self.model_parts, *groups)
+        tokens, stages = group_of(self.parallel_dims, "loss"), group_of(self.parallel_dims, "pp")
+        of_stage = global_avg_loss, self._max_loss(), self.objective_metrics()
+        global_avg_loss, max_loss, own_metrics = gathered(of_stage, stages)[-1]  # the last stage's, which has losses
+        own_metrics |= take_expert_load(self.model_parts, tokens, stages)
         metrics = {
             **{name: value for name, value in extra.items() if not _is_rate(name)},
             "loss_metrics/global_avg_loss": global_avg_loss,
-            "loss_metrics/global_max_loss": self._max_loss(),
+            "loss_metrics/global_max_loss": max_loss,
             "grad_norm": grad_norm,
             "lr": next((value for name, value in extra.items() if _is_rate(name)), 0.0),
             "n_tokens_seen": self._tokens_seen(extra),

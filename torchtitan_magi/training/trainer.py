@@ -286,10 +286,7 @@ class ObjectiveTrainer:
             self.gc_handler.run(self.step)
             self.train_step(iter(planned))
             self.checkpointer.save(self.step, last_step=self.step == num_steps)
-            logged = self.metrics_processor.last
-            if self.pipeline is None:
-                return logged
-            return next(filter(None, gathered(logged if self.pipeline.is_last else None)))
+            return self.metrics_processor.last
 
         with self._running():
             self.checkpointer.load(step=job.checkpoint.load_step)

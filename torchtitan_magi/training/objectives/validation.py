@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan_magi.exchange.transport import gathered
 from torchtitan_magi.training.batches.microbatch import MICROBATCH, Process, on_device
 from torchtitan_magi.training.experts import expert_counts_kept, whole
 from torchtitan_magi.training.objectives.objective import Objective
@@ -59,7 +60,8 @@ def validate(
     for axis in ("pp", "loss"):  # 0 on ranks without the last stage
         reduced(loss_sum, group_of(dims, axis))
     total_items = reduced(num_items.to(device), group_of(dims, "batch")).item()
-    metrics = {f"validation_metrics/{name}": value for name, value in objective.metrics().items()}
+    of_objective = gathered(objective.metrics(), group_of(dims, "pp"))[-1]  # the last stage's, which has losses
+    metrics = {f"validation_metrics/{name}": value for name, value in of_objective.items()}
     metrics_processor.log_validation(loss_sum.item() / (total_items or 1), step, metrics)
     for model in models:
         model.train()
