@@ -20,7 +20,7 @@ SAME_RESULT = {"foreach", "fused", "capturable", "differentiable"}  # options by
 
 def load_checkpoint(manager: Any, step: int, load: Callable[[int], bool], build: Callable[[Any, int], Any]) -> bool:
     """Loads what torchtitan would, but no folder of another name than ``step-<number>``, and has the run go on by the
-    options of its own file.
+    options of its own file. Without a finished checkpoint it begins anew, with the initial weights.
 
     Args:
         manager: torchtitan's CheckpointManager.
@@ -31,7 +31,7 @@ def load_checkpoint(manager: Any, step: int, load: Callable[[int], bool], build:
     if step == -1 and manager.enable:
         step = max(finished_steps(Path(manager.folder)), default=-1)
     with _own_options(manager.states):
-        with _rates_without_end(manager.states):
+        with _rates_without_end(manager.states), _nothing_saved(manager, step):
             loaded = load(step)
         run_length.resume(manager.states, build)
     return loaded
@@ -50,6 +50,18 @@ def purge_stale(manager: Any) -> None:
         stale = [path for path in folder.glob("step-*") if (name := path.name[5:]).isdecimal() and int(name) < oldest]
         for path in stale:
             manager.purge_queue.put(str(path))
+
+
+@contextmanager
+def _nothing_saved(manager: Any, step: int) -> Iterator[None]:
+    """Hides what a cut-off save has left, if there is no step to go on from: torchtitan 0.2.2 loads no initial weights
+    while the folder is there, and both look for ``step-<number>`` anywhere in names."""
+    if step != -1 or not manager.enable:
+        yield
+        return
+    folder, manager.folder = manager.folder, manager._create_checkpoint_id(step)
+    yield
+    manager.folder = folder
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.hf_loop import ARGUMENTS
+from support.hf_models import hf_arguments, make_hf_folder
 from support.runs import corpus, new_folder, train, watch
 
 from torchtitan_magi.training.checkpoints.digests import METADATA
@@ -82,3 +84,19 @@ def test_only_finished_checkpoints_before_a_step_count_as_kept(kept, stale, tmp_
     manager.states = {"train_state": trainer}
     purge_stale(manager)
     assert sorted(manager.purge_queue.queue) == [f"{tmp_path}/step-{number}" for number in stale]
+
+
+@pytest.mark.either
+def test_a_run_whose_first_save_was_cut_off_begins_anew_with_its_weights():
+    folder, dump = make_hf_folder("llama"), Path(new_folder())
+    arguments = [*hf_arguments(folder), *ARGUMENTS, "--training.steps", "1", "--checkpoint.enable"]
+    arguments += ["--checkpoint.initial_load_in_hf", "--parallelism.context_parallel_degree", "1"]
+    run = {"layers": None, "entry": "torchtitan_magi.train"}
+    expected = train(1, arguments, **run)
+    for name in ("step-1", "step-5.best"):
+        (dump / "checkpoint" / name).mkdir(parents=True)
+    (dump / "checkpoint" / "step-5.best" / METADATA).touch()
+    found = train(1, [*arguments, "--job.dump_folder", str(dump)], **run)
+    assert found.losses == expected.losses
+    assert f"{dump}/checkpoint has no finished checkpoint, as a save was cut off: the run begins anew" in found.output
+    assert finished_steps(dump / "checkpoint") == [1]

@@ -225,28 +225,6 @@ def test_a_run_does_not_continue_from_weights_alone(tmp_path):
     assert [whole, *others] == [None] * 5
 
 
-def errors_of_starting(folder):
-    """What is said of starting from weights where a checkpoint was begun and none finished, and where there is none."""
-    import torch.distributed.checkpoint as dcp
-
-    Path(folder, "checkpoint", "step-1").mkdir(parents=True)
-    dcp.save({"weight": torch.zeros(2)}, checkpoint_id=f"{folder}/weights", no_dist=True)
-    started = ["--job.dump_folder", folder, "--checkpoint.enable"]
-    cases = [["--checkpoint.initial_load_path", f"{folder}/weights"], ["--checkpoint.initial_load_in_hf"]]
-    refused = [started + case for case in [*cases, [*cases[0], "--checkpoint.load_only"]]]
-    taken = [started, [*started, *cases[0], "--checkpoint.folder", "other"], [*started[:2], *cases[0]]]
-    return errors_of(refused + taken)
-
-
-def test_a_run_does_not_start_from_random_weights_because_an_earlier_one_was_killed(tmp_path):
-    *refused, started, other, disabled = call(errors_of_starting, str(tmp_path))
-    for said in refused:
-        assert f"{tmp_path}/checkpoint has no finished checkpoint" in said
-        assert said.endswith("remove it to start from them")
-    assert [started, other] == [None] * 2
-    assert disabled.startswith(f"checkpoint.initial_load_path is '{tmp_path}/weights', but checkpoint.enable is false")
-
-
 def test_a_token_or_label_that_the_model_does_not_have_is_named():
     from torchtitan_magi.training.batches.microbatch import Microbatch
 

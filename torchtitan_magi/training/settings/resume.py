@@ -113,14 +113,12 @@ def _loaded_folders(job_config: Any) -> list[Path]:
     """
     checkpoint, saved, folders = job_config.checkpoint, folder_of_checkpoints(job_config), []
     initial = checkpoint.initial_load_path
-    if saved.is_dir() or checkpoint.load_step != -1:
-        steps = finished_steps(saved)
-        check_load_step(checkpoint, saved, steps)
-        last = saved / f"step-{step_to_load(checkpoint, steps)}"
-        if (last / METADATA).is_file():
-            folders.append(last)
-    needs_initial = not saved.is_dir() or has_reference(job_config)
-    if initial and needs_initial:
+    steps = finished_steps(saved)
+    check_load_step(checkpoint, saved, steps)
+    last = saved / f"step-{step_to_load(checkpoint, steps)}"
+    if (last / METADATA).is_file():
+        folders.append(last)
+    if initial and (not steps or has_reference(job_config)):
         if not Path(initial).is_dir():
             raise ValueError(
                 f"checkpoint.initial_load_path is {quoted_path(initial)}, which is no folder; give that of a checkpoint"
@@ -134,11 +132,8 @@ def _check_continues(job_config: Any) -> None:
     """Checks that a checkpoint from which the run would continue holds what it needs, more than weights."""
     checkpoint, folder = job_config.checkpoint, folder_of_checkpoints(job_config)
     steps = finished_steps(folder)
-    if folder.is_dir() and not steps and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
-        raise ValueError(  # torchtitan would begin with random weights, with a warning that it does not load these
-            f"{shown(folder)} has no finished checkpoint, but while it is there torchtitan does not load the initial "
-            "weights; remove it to start from them"
-        )
+    if not steps and any(folder.glob("step-*")):
+        logger.warning(f"{shown(folder)} has no finished checkpoint, as a save was cut off: the run begins anew")
     step = step_to_load(checkpoint, steps)
     if checkpoint.load_only or step == 0 or step not in steps:  # of step 0 torchtitan loads the weights only
         return
