@@ -49,6 +49,19 @@ def test_strong_gates_neither_overflow_nor_spoil_gradients():
     torch.testing.assert_close(ours, exact, **EXACT)
 
 
+@pytest.mark.parametrize("forgetting", [0.0, -1e4, -1e38])
+def test_in_float32_gates_cost_at_most_twice_what_they_cost_token_by_token(forgetting):
+    """Ever stronger gates, and now and then one that forgets all."""
+    *inputs, dout = layer_inputs(200, (2, 4), (16, 8), dtype=torch.float32)
+    tokens = torch.arange(200)[:, None]
+    inputs[3] = torch.where((tokens % 50 == 3) & (forgetting < 0), forgetting, inputs[3] * tokens)
+    ours = with_gradients(lambda *x: magi.gated_delta_rule(*x, [0, 200]), inputs, dout)
+    plain = with_gradients(lambda *x: recurrence(*x, [0, 200], 0.25), inputs, dout)
+    exact = with_gradients(lambda *x: recurrence(*x, [0, 200], 0.25), [x.double() for x in inputs], dout.double())
+    for mine, low, right in zip(ours, plain, exact, strict=True):
+        assert (mine - right).norm() <= 2 * (low - right).norm()
+
+
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
 def test_it_is_what_transformers_computes(name):
     """Which computes in float32, document by document. Its chunked form's error is at least half as large as ours."""

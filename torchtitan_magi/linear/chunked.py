@@ -200,12 +200,13 @@ class _Terms(NamedTuple):
     def of(cls, chunks: Tokens) -> "_Terms":
         q, k, v, g, beta = chunks
         gate = g.cumsum(-1)
-        decay = (gate[..., :, None] - gate[..., None, :]).masked_fill(_above(gate, 1), -torch.inf).exp()
+        between = g[..., :, None].masked_fill(_above(g, 0), 0.0).cumsum(-2)  # b_i - b_j, without its rounding
+        decay = between.masked_fill(_above(g, 1), -torch.inf).exp()
         below = (beta[..., None] * decay * (k @ k.mT)).masked_fill(_above(gate, 0), 0.0)  # L; the solver takes I + L
         right = torch.cat([beta[..., None] * v, (beta * gate.exp())[..., None] * k], -1)
         added = torch.linalg.solve_triangular(below, right, upper=False, unitriangular=True)
         reads, scores = gate.exp()[..., None] * q, decay * (q @ k.mT)
-        whole, kept = gate[..., -1:, None].exp(), (gate[..., -1:] - gate).exp()[..., None] * k
+        whole, kept = gate[..., -1:, None].exp(), decay[..., -1, :, None] * k
         own, from_state = added.split([v.shape[-1], k.shape[-1]], -1)
         return cls(own, from_state, reads, scores, whole, kept)
 
