@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.loopback import Loopback
 from support.recurrence import convolution, plan_of, with_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan_magi as magi
 from torchtitan_magi.linear import conv_kernels, short_conv
@@ -89,6 +90,25 @@ def test_history_and_its_gradients_come_and_go(case, activation, monkeypatch):
     found = [rank(None)] if plan.cp_size == 1 else Loopback(plan.cp_size).run(rank)
     ours = *found[0][:2], sum(dweight for *_, dweight in found)
     torch.testing.assert_close(list(ours), with_gradients(plain, (x, weight), dout))
+
+
+class RowsApart(TorchDispatchMode):
+    """Asserts that index_add, which has no order on a GPU, adds to no row twice."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if "index_add" in op.name():
+            assert len(args[2].unique()) == len(args[2])
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_gradients_of_a_row_that_several_branches_take_in_have_an_order(by_kernel, monkeypatch):
+    if by_kernel:
+        stand_in(monkeypatch)
+    plan = magi.make_plan(magi.tree_causal([8, 6, 4, 6], [-1, 0, 0, 0]), 24, 1)
+    x, weight = torch.randn(24, 3), torch.randn(3, 4)
+    with RowsApart():
+        with_gradients(lambda *inputs: magi.cp_causal_conv1d(*inputs, plan), (x, weight), x)
 
 
 def test_each_stream_has_tables_of_its_own(monkeypatch):

@@ -157,7 +157,7 @@ def _convolved(
         out = out + torch.where(rows.offset[:, None] >= distance, shifted * tap, 0.0)
     before = torch.cat([values.index_select(0, rows.own), history().to(wide)])
     for (tokens, sources), tap in zip(rows.taps, taps[1:], strict=True):
-        taken = before.index_select(0, sources) * tap
+        taken = F.embedding(sources, before) * tap  # whose gradients have a fixed order, also on a GPU
         out = out.index_add(0, rows.edges.index_select(0, tokens), taken)  # each token once: no order of sums
     return (F.silu(out) if activation == "silu" else out).to(x.dtype)
 
@@ -216,9 +216,11 @@ def _backward_by_kernel(
     x, weight, received = saved
     history = torch.cat([x.index_select(0, rows.own), received])
     dx, dweight, dedges = conv_kernels.backward(x, weight, history, rows.tables, activation, dout)
-    dhistory = dedges.new_zeros(history.shape)
-    for (tokens, sources), tap in zip(rows.taps, weight.float().flip(1).unbind(1)[1:], strict=True):
-        dhistory.index_add_(0, sources, dedges.index_select(0, tokens) * tap)
+    taps = zip(rows.taps, weight.float().flip(1).unbind(1)[1:], strict=True)
+    taken = torch.cat([dedges.index_select(0, tokens) * tap for (tokens, _), tap in taps])
+    sources = torch.cat([sources for _, sources in rows.taps])
+    # Several branches take in the same row. On a GPU index_add has no order, an embedding's gradient has one.
+    dhistory = torch.ops.aten.embedding_dense_backward(taken, sources, len(history), -1, False)
     own, sent = dhistory.split([len(rows.own), len(received)])  # float32, also on their way: each adds to others
     grads = [own]
     if rows.exchange is not None:
