@@ -10,7 +10,8 @@ from torch import Tensor
 def own_dtypes(device: torch.device) -> AbstractContextManager[Any]:
     """Within it there is no autocast: it would round products of wider factors to 16 bits, and refuses to concatenate
     16 bits of the other kind."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    runs = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if runs else nullcontext()
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

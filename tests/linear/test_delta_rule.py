@@ -110,6 +110,14 @@ def test_autocast_leaves_states_in_float32():
     assert all(map(torch.equal, *(with_gradients(function, inputs, dout) for function in (both, under_autocast))))
 
 
+def test_on_meta_there_are_shapes():
+    """A device that has no autocast."""
+    *inputs, dout = (x.to("meta") for x in layer_inputs(10))
+    plan = magi.make_plan(magi.varlen_causal([0, 10]), 10, 1)
+    for run in (lambda *x: magi.gated_delta_rule(*x, [0, 10]), lambda *x: magi.cp_gated_delta_rule(*x, plan)):
+        assert [x.shape for x in with_gradients(run, inputs, dout)] == [dout.shape, *(x.shape for x in inputs)]
+
+
 def conv(x, weight, cu_seqlens, **options):
     return magi.cp_causal_conv1d(x, weight, magi.make_plan(magi.varlen_causal(cu_seqlens), len(x), 1), **options)
 
