@@ -580,7 +580,7 @@ def test_a_run_with_its_data_says_how_many_epochs_its_steps_are(run_file, size, 
     assert (run["gpus"], run["steps"]) == (8, 12)
     assert run["epochs"] == pytest.approx(12 / per_epoch, rel=0.2)  # an estimate
     assert f"12 steps = {60 * run['hours']:.0f} min; {run['epochs']:.3g} epochs." in out
-    steps = size(run_file("seq_len = 64", "seq_len = 64\nlocal_batch_size = 1\n[magi]\nepochs = 3\n[training.x]"))[1]
+    steps = size(run_file("seq_len = 64", "seq_len = 64\nlocal_batch_size = 1\n[magi]\nepochs = 3"))[1]
     assert steps["run"]["steps"] == pytest.approx(3 * per_epoch, abs=2)
 
 
@@ -678,6 +678,8 @@ NO_LIST = "[compile]\nenable = true\ncomponents = 'model'\n[training]"
         ("", "", "--total 8", "seq_len is 8; use a multiple of 16, twice context_parallel_degree"),
         ("seq_len = 64", "seq_len = -64", "", "training.seq_len is -64; use at least 1"),
         ("[parallelism]", "[paralelism]", "", "paralelism is no option of torchtitan .*; did you mean parallelism"),
+        ("seq_len", "seqlen = 8\nseq_len", "", "training.seqlen is no option of .*; did you mean training.seq_len"),
+        ("[model]", "[training.dataloader]\nworkers = 2\n[model]", "", "training.dataloader.workers is no option of"),
         ("[model]", "[magi]\nepoch = 2\n[model]", "", "magi.epoch is no option of .*; did you mean magi.epochs"),
         ("[model]", "[magi.dpo]\nbta = 2\n[model]", "", "magi.dpo.bta is no option of .*; did you mean magi.dpo.beta"),
         (

@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from support.published import shipped_model
 from support.runs import DEBUG_TOML, call
 
 from torchtitan_magi.models.model_config import Experts
-from torchtitan_magi.sizing.run_file import SECTIONS
 from torchtitan_magi.training.settings.degrees import check_adapters_of_experts
 from torchtitan_magi.training.settings.options import LoRA
 
@@ -102,16 +100,6 @@ def test_what_has_no_counterpart_is_one_line_with_the_remedy():
     found = call(value_errors, options_of, [(DEBUG_TOML, *case.split()) for case in REFUSED])
     for message, part in zip(found, REFUSED.values(), strict=True):
         assert_says(message, [part])
-
-
-def section_names():
-    from torchtitan_magi.titan.v03.toml_sections import ABSENT_SECTIONS, JobConfig
-
-    return [*(field.name for field in fields(JobConfig)), *ABSENT_SECTIONS]
-
-
-def test_sizing_knows_the_sections():
-    assert set(SECTIONS) == set(call(section_names))
 
 
 def test_an_unknown_option_or_section_of_the_file_is_named(tmp_path):

@@ -4,7 +4,7 @@ import functools
 import os
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,57 @@ from torchtitan_magi.models.model_config import ModelConfig, read_model_config
 from torchtitan_magi.models.published import published_sizes
 from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
-from torchtitan_magi.training.settings.options import Magi
+from torchtitan_magi.training.settings.options import DPO, LoRA, Magi, Rollouts
 from torchtitan_magi.wording import one_line, quoted, quoted_path, shown, unknown
 
-# by either torchtitan, which alone knows the options of its sections
-SECTIONS: dict[str, Any] = {"magi": Magi} | dict.fromkeys(
-    (
-        "job", "model", "optimizer", "lr_scheduler", "training", "parallelism", "checkpoint", "activation_checkpoint",
-        "compile", "validation", "metrics", "profiling", "comm", "debug", "experimental", "quantize", "fault_tolerance",
-        "memory_estimation",
-    )
-)  # fmt: skip
+# options of each section by either torchtitan, and the sections of a file
+NAMES = {
+    "": "job model optimizer lr_scheduler training parallelism checkpoint activation_checkpoint compile validation "
+    "metrics profiling comm debug experimental quantize fault_tolerance memory_estimation magi",
+    "job": "config_file dump_folder description print_config save_config_file custom_config_module",
+    "model": "name flavor hf_assets_path tokenizer_path converters print_after_conversion",
+    "optimizer": "name lr beta1 beta2 eps weight_decay implementation early_step_in_backward",
+    "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
+    "training": "dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps enable_cpu_offload "
+    "dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug dataloader disable_cuda_graphs",
+    "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree "
+    "pipeline_parallel_degree context_parallel_degree expert_parallel_degree expert_tensor_parallel_degree "
+    "fsdp_reshard_after_forward enable_fsdp_symm_mem enable_sequence_parallel enable_async_tensor_parallel "
+    "disable_loss_parallel module_fqns_per_model_part pipeline_parallel_first_stage_less_layers "
+    "pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage pipeline_parallel_schedule "
+    "pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size pipeline_parallel_expert_parallel_overlap "
+    "context_parallel_load_balancer context_parallel_rotate_method context_parallel_ptrr_mask_key "
+    "expert_parallel_comm_backend spmd_backend",
+    "checkpoint": "enable enable_ft_dataloader_checkpoints folder interval initial_load_path initial_load_model_only "
+    "initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf export_dtype async_mode "
+    "keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint load_only",
+    "activation_checkpoint": "mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop "
+    "memory_budget visualize_memory_budget_pareto preserve_rng_state determinism_check debug",
+    "compile": "enable components backend enable_async_tensor_parallel",
+    "validation": "enable dataset dataset_path local_batch_size seq_len freq steps dataloader",
+    "metrics": "log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks enable_wandb",
+    "profiling": "enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup profiler_repeat "
+    "profiler_skip_first profiler_skip_first_wait enable_memory_snapshot save_memory_snapshot_folder "
+    "memory_snapshot_freq memory_snapshot_max_entries",
+    "comm": "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder save_traces_file_prefix mode",
+    "debug": "seed deterministic deterministic_warn_only moe_force_load_balance spmd_typechecking detect_anomaly "
+    "batch_invariant print_config save_config_file enable_structured_logging",
+    "experimental": "custom_import custom_args_module",
+    **dict.fromkeys(
+        ("training.dataloader", "validation.dataloader"), "num_workers persistent_workers pin_memory prefetch_factor"
+    ),
+}
+OURS = {"magi": Magi, "magi.dpo": DPO, "magi.rollouts": Rollouts, "magi.lora": LoRA}
+OPTIONS = {section: names.split() for section, names in NAMES.items()} | {
+    section: [option.name for option in fields(kind)] for section, kind in OURS.items()
+}
 
 
 class RunFile:
     """The options of a TOML file.
 
     Raises:
-        ValueError: the file cannot be read, or has a section or an option of [magi] that training refuses.
+        ValueError: the file cannot be read, or has a section or an option that neither torchtitan has.
     """
 
     def __init__(self, path: str) -> None:
@@ -39,7 +72,7 @@ class RunFile:
             self.sections = tomllib.loads(read_text(path, "utf-8-sig"))  # a byte order mark is let in
         except (OSError, ValueError, RecursionError) as error:  # also UnicodeDecodeError, TOMLDecodeError
             raise ValueError(f"cannot read {quoted_path(path)} ({one_line(error)}); give a run's TOML file") from None
-        _check_names(SECTIONS, self.sections)
+        _check_names(self.sections)
 
     def set(self, name: str, value: Any) -> None:
         """Sets "section.option" in place of what the file has."""
@@ -71,13 +104,14 @@ class RunFile:
         return value
 
 
-def _check_names(known: dict[str, Any], table: dict[str, Any], prefix: str = "") -> None:
-    """Raises ValueError for a name that is none of these, nor of the dataclasses among them."""
+def _check_names(table: dict[str, Any], section: str = "") -> None:
+    """Raises ValueError for a name that the section does not have, nor those in it."""
     for name, value in table.items():
-        if name not in known:
-            raise ValueError(unknown(f"{prefix}{name}", "torchtitan with torchtitan_magi", list(known)))
-        if is_dataclass(known[name]) and isinstance(value, dict):
-            _check_names({option.name: option.type for option in fields(known[name])}, value, f"{prefix}{name}.")
+        option = f"{section}.{name}" if section else name
+        if name not in OPTIONS[section]:
+            raise ValueError(unknown(option, "torchtitan with torchtitan_magi", OPTIONS[section]))
+        if option in OPTIONS and isinstance(value, dict):
+            _check_names(value, option)
 
 
 NO_DATA = "histogram"  # whose documents stand for those of a data set that is not there yet

@@ -3,11 +3,14 @@
 import importlib
 import os
 import re
+from dataclasses import fields, is_dataclass
 
 import pytest
 from support.adapter import check_layout, read_job, read_settings
 from support.errors import value_errors
 from support.runs import ADAPTER, IS_0_3, TITAN, call
+
+from torchtitan_magi.sizing.run_file import OPTIONS
 
 HOOKS = '[job]\ncustom_config_module = "torchtitan_magi.titan"\n'
 
@@ -192,6 +195,24 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
         assert kind == "ValueError"
         said = rf"job.config_file is '{tmp_path}/{name}', which cannot be read {why[name]}; give a TOML file"
         assert re.fullmatch(said, text)
+
+
+def option_names(path):
+    """(section, option) of all that a file may have, sections of sections too."""
+    left, found = [("", read_job(path))], []
+    while left:
+        name, section = left.pop()
+        found += [(name, option.name) for option in fields(section)]
+        parts = [(f"{name}.{option.name}".lstrip("."), getattr(section, option.name)) for option in fields(section)]
+        left += [(name, part) for name, part in parts if is_dataclass(part)]
+    return found
+
+
+def test_sizing_knows_the_options_of_torchtitan(tmp_path):
+    (tmp_path / "config.toml").write_text(HOOKS)
+    found = call(option_names, f"{tmp_path}/config.toml")
+    assert ("optimizer", "lr") in found
+    assert not [f"{section}.{name}" for section, name in found if name not in OPTIONS.get(section, [name])]
 
 
 def lay_out(path, arguments):
