@@ -30,11 +30,10 @@ HOOKS = (("job", "custom_config_module"), ("experimental", "custom_import"))
 
 def overridden(config: dict[str, Any], arguments: list[str], section: str, name: str) -> Any:
     """An option as torchtitan will see it: from the command line, else from the file, else None."""
-    flags = {f"--{section}.{name}", f"--{section}.{name.replace('_', '-')}"}
     value = config.get(section, {}).get(name)
     for i, argument in enumerate(arguments):
         flag, equals, given = argument.partition("=")
-        if flag in flags:
+        if flag.replace("-", "_") == f"__{section}.{name}":
             if not equals and i + 1 == len(arguments):
                 raise ValueError(f"{flag} has no value; give it one")
             value = given if equals else arguments[i + 1]

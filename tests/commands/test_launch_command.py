@@ -77,6 +77,7 @@ def test_the_command_line_goes_before_the_file():
     config = {"job": {"custom_config_module": "from_file"}}
     assert overridden(config, [], "job", "custom_config_module") == "from_file"
     assert overridden(config, ["--job.custom-config-module", "given"], "job", "custom_config_module") == "given"
+    assert overridden(config, ["--job.custom-config_module=given"], "job", "custom_config_module") == "given"
     assert overridden(config, [], "experimental", "custom_import") is None
 
 
