@@ -490,6 +490,10 @@ WRONG_FILES = {
         ("dense --total 1k --cp 2 --cost words.txt", "words.txt is no cost model"),
         ("dense --total 1k --cp 2 4 --png x.png", "pictures are of one layout"),
         ("dense --total 1k --cp 2 --memory", "--memory is of a run's TOML file, but SOURCE is 'dense'"),
+        (
+            "dense --total 1k --cp 2 --tokenizer .",
+            "dense has no records to tokenize; give a data set of records",
+        ),
         ("dense --total 1k --cp 2 --gpu H200", "--gpu is of a run's TOML file, but SOURCE is 'dense'"),
         ("dense --total 1k --cp 2 --gpus 8", "--gpus is of a run's TOML file, but SOURCE is 'dense'"),
     ],
@@ -559,6 +563,13 @@ def test_options_of_the_command_hold_for_the_answer_too(run_file, size, tmp_path
     assert as_pairs["run"]["memory"]["reference"] > 0
 
 
+def test_that_the_degrees_leave_gpus_open_is_said(run_file, size):
+    path = run_file("degree = 4", "degree = 2")
+    said = "data_parallel_shard_degree is -1, so the run is sized on 8 GPUs of a node; --gpus gives another number"
+    assert said in " ".join(size(path)[0].split())
+    assert "sized on" not in size(path, "--gpus", "8")[0]
+
+
 @pytest.mark.parametrize(("given", "flavor"), [("", "debugmodel"), ('flavor = "70B_varlen"', "70B_varlen")])
 def test_that_training_takes_another_model_than_is_sized_is_said(run_file, size, given, flavor):
     def said(file):
@@ -578,6 +589,7 @@ def test_a_run_with_its_data_says_how_many_epochs_its_steps_are(run_file, size, 
     per_epoch = sum(1 for _ in dataset)
     run = figures["run"]
     assert (run["gpus"], run["steps"]) == (8, 12)
+    assert "sized on" not in out  # cp 4 x tp 2 fill a node
     assert run["epochs"] == pytest.approx(12 / per_epoch, rel=0.2)  # an estimate
     assert f"12 steps = {60 * run['hours']:.0f} min; {run['epochs']:.3g} epochs." in out
     steps = size(run_file("seq_len = 64", "seq_len = 64\nlocal_batch_size = 1\n[magi]\nepochs = 3"))[1]
@@ -598,6 +610,7 @@ def test_a_runs_file_of_another_model_is_sized_by_its_heads(run_file, size, tmp_
     by_hand, figures = size(run_file(), "--heads", "32:4", "--head-dim", "64")
     assert "heads 32:4, head_dim 64" in by_hand
     assert "run" not in figures  # heads of one's own are of no run
+    assert "run" not in size(run_file(), "--head-dim", "128")[1]
 
 
 def test_a_runs_file_says_the_memory_without_data_and_torchtitan(run_file, tmp_path):
@@ -669,6 +682,9 @@ NO_LIST = "[compile]\nenable = true\ncomponents = 'model'\n[training]"
         ),
         ("[training]", "[training", "", "cannot read 'run.toml' .*; give a run's TOML file"),
         ('"model"', '"models"', "--memory", "put the config.json of the weights there$"),
+        ("", "", "--memory --cost nowhere.json", "nowhere.json is no cost model"),
+        ("", "", "--memory --heads 8:8", "--heads has no effect on --memory, which goes by the model's config.json;"),
+        ("", "", "--memory --head-dim 64", "--head-dim has no effect on --memory"),
         ("", "", "--memory --json x.json", "--memory writes no file; leave out --json"),
         ("", "", "--memory --gpus 7", "--gpus is 7, but the degrees of run.toml multiply to 8; give a multiple"),
         ("", "", "--memory --gpus 0", "--gpus is 0; give at least 1"),

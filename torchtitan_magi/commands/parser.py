@@ -1,4 +1,4 @@
-"""What commands have in common: a parser, and files that they write at their end."""
+"""What commands have in common: a parser, numbers of tokens, and files that they write at their end."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_magi.machine import cause, lack
-from torchtitan_magi.wording import shown
+from torchtitan_magi.wording import quoted, shown
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -27,6 +27,15 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the process with code 2 and the message, without the usage."""
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def count_of_tokens(text: str, option: str) -> int:
+    """'512k' -> 524288; k is 1024 and M 1024 k. Raises ValueError for anything else, which names the option."""
+    unit = {"k": 1 << 10, "K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+    digits = text[:-1] if unit > 1 else text
+    if not (digits.isdecimal() and len(digits) < 12):
+        raise ValueError(f"{option} is {quoted(text)}; write tokens as 300000, 512k or 1M")
+    return int(digits) * unit
 
 
 def print_text(text: str) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_magi.commands.parser import CommandParser, check_output, print_text, write_output
+from torchtitan_magi.commands.parser import CommandParser, check_output, count_of_tokens, print_text, write_output
 from torchtitan_magi.data.inspection.page import html_page
 from torchtitan_magi.data.inspection.summary import inspect_data
 from torchtitan_magi.data.inspection.terminal import Painter, report
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.seq_len is not None:
+        options.seq_len = count_of_tokens(options.seq_len, "--seq-len")
     for name, least in (("seq_len", 1), ("records", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
@@ -76,7 +78,11 @@ def _parser() -> argparse.ArgumentParser:
         default="sft",
         help="sft: conversations or texts; dpo: preference pairs; rollouts: sampled answers (default: %(default)s)",
     )
-    add("--seq-len", type=int, metavar="N", help="tokens per pack; shows truncation and fill (default: not shown)")
+    add(
+        "--seq-len",
+        metavar="TOKENS",
+        help="tokens per pack, as 8192 or 8k; shows truncation and fill (default: not shown)",
+    )
     add(
         "--share-prefixes",
         action="store_true",

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan_magi.commands.parser import CommandParser, check_output, print_text, write_output
+from torchtitan_magi.commands.parser import CommandParser, check_output, count_of_tokens, print_text, write_output
 from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.models.model_config import ModelConfig
@@ -47,6 +47,7 @@ from torchtitan_magi.sizing.strategies.table import as_json, report_lines
 from torchtitan_magi.wording import one_line, quoted
 
 GPU = "H100"  # of a run, if none is given
+SHAPE = ("heads", "head_dim", "value_dim")  # of a layer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,19 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     raise_open_files()
     try:
-        path, run, from_heads = options.source, None, None
+        path, run, is_of_run = options.source, None, False
         if path.endswith(".toml"):
             run = RunFile(path)
             from_file = options_of(run, with_heads=options.heads is None and not options.memory)
             parser.set_defaults(**from_file)
-            from_heads = from_file.get("heads")
             options = parser.parse_args(arguments)
+            is_of_run = all(getattr(options, name) == from_file.get(name) for name in SHAPE)
             options.source = NO_DATA if missing_data(run, options.tokenizer) else from_file["source"]
             run.set("magi.share_prefixes", options.share_prefixes)
             run.set("training.dataset", options.dataset)
             for cp_size in options.cp:
-                check_layout(count_of_tokens(options.total), cp_size, gpus_in_node(options, cp_size))
-                check_length(run, count_of_tokens(options.total), cp_size)
+                check_layout(count_of_tokens(options.total, "--total"), cp_size, gpus_in_node(options, cp_size))
+                check_length(run, count_of_tokens(options.total, "--total"), cp_size)
         if options.total is None or options.cp is None:
             raise ValueError("--total and --cp are missing; give both, or a run's TOML file")
         _check_outputs(options)
@@ -83,9 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if flag := next((flag for flag, value in of_run.items() if value), None):
                 raise ValueError(f"{flag} is of a run's TOML file, but SOURCE is {quoted(path)}")
         elif options.memory:
+            _check_memory_alone(parser, options)
             _print(memory_lines(_setups(run, options)))
             return
-        _report(run, options.heads == from_heads, options)  # heads of one's own are of no run
+        _report(run, is_of_run, options)  # heads of one's own are of no run
     except ValueError as error:
         parser.error(one_line(error, 2000))
 
@@ -119,7 +121,7 @@ def _print(lines: list[str]) -> None:
 
 
 def _packs(options: argparse.Namespace, run: RunFile | None) -> Sample:
-    total, shares = count_of_tokens(options.total), options.share_prefixes
+    total, shares = count_of_tokens(options.total, "--total"), options.share_prefixes
     if run is not None and options.source in DISTRIBUTIONS:  # the data are not there
         documents = sample(options.source, total, options.packs, options.seed)
         return pairs_of(documents) if options.dataset == "dpo" else documents
@@ -130,24 +132,34 @@ def _packs(options: argparse.Namespace, run: RunFile | None) -> Sample:
 
 def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespace) -> Answer:
     """Whether a run with that many context-parallel GPUs fits, and how long it takes."""
-    total, num_gpus = count_of_tokens(options.total), options.gpus
+    total, num_gpus = count_of_tokens(options.total, "--total"), options.gpus
+    notes = list(notes_on(run, options.tokenizer))
     run.set("parallelism.context_parallel_degree", cp_size)
     run.set("training.seq_len", total)
     if num_gpus is None:  # whole nodes, if the degrees leave it open
         least = setup_of_file(run).world_size
         is_open = run.read("parallelism.data_parallel_shard_degree", -1) < 1
         num_gpus = max(least, options.gpus_per_node // least * least) if is_open else least
-    cost = None if options.cost is None else CostModel.load(options.cost)
+        if num_gpus > least:
+            notes.append(
+                f"parallelism.data_parallel_shard_degree is -1, so the run is sized on {num_gpus} GPUs of a node; "
+                "--gpus gives another number"
+            )
     setup = setup_of_file(run, num_gpus)
-    place = Place(gpu_named(options.gpu), _node_of(setup, options), tuple(packs.packs), packs.learned, cost)
+    place = Place(gpu_named(options.gpu), _node_of(setup, options), tuple(packs.packs), packs.learned, _cost(options))
     found = predict_run(setup, place)
     steps = steps_of(run, found.setup.packs_per_step, packs.per_epoch)
-    return Answer(found, faster(found), steps, packs.per_epoch, packs.counts, list(notes_on(run, options.tokenizer)))
+    return Answer(found, faster(found), steps, packs.per_epoch, packs.counts, notes)
 
 
 def _node_of(setup: Setup, options: argparse.Namespace) -> int:
     """GPUs in each node; --nodes are those of context-parallel ranks, each with its tensor-parallel ones."""
     return options.gpus_per_node if options.nodes is None else gpus_in_node(options, setup.cp) * setup.tp
+
+
+def _cost(options: argparse.Namespace) -> CostModel | None:
+    """That of --cost, if it is given."""
+    return None if options.cost is None else CostModel.load(options.cost)
 
 
 def _write(sizings: list[Sizing], answers: list[Answer], options: argparse.Namespace) -> None:
@@ -169,13 +181,13 @@ def _write(sizings: list[Sizing], answers: list[Answer], options: argparse.Names
 
 def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
     """The setup of a run for each number of context-parallel GPUs."""
-    total, found = count_of_tokens(options.total), []
+    total, found = count_of_tokens(options.total, "--total"), []
     run.set("training.seq_len", total)
     for cp_size in options.cp:
         run.set("parallelism.context_parallel_degree", cp_size)
         setup = setup_of_file(run, options.gpus or 0)
         packs = tuple(make_packs(NO_DATA, total, options.packs, options.seed))
-        place = Place(gpu_named(options.gpu), _node_of(setup, options), packs)
+        place = Place(gpu_named(options.gpu), _node_of(setup, options), packs, cost=_cost(options))
         found.append(with_keeping(replace(setup, cp_per_machine=place.cp_in_node(cp_size, setup.tp)), place))
     return found
 
@@ -183,8 +195,8 @@ def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
 def _sizings(packs: list[Int64Array], of_gpu: CostModel | None, options: argparse.Namespace) -> list[Sizing]:
     """A sizing for each number of GPUs, all of the same packs. of_gpu: what a layer costs where no file says it."""
     heads = heads_of(options.heads or "64:8", options.head_dim, options.value_dim)
-    cost = (of_gpu or H200) if options.cost is None else CostModel.load(options.cost)
-    total = count_of_tokens(options.total)
+    cost = _cost(options) or of_gpu or H200
+    total = count_of_tokens(options.total, "--total")
     nodes = [gpus_in_node(options, cp_size) for cp_size in options.cp]
     layouts = zip(options.cp, nodes, strict=True)
     return [size_run(options.source, packs, total, *layout, heads, cost) for layout in layouts]
@@ -199,6 +211,14 @@ def gpus_in_node(options: argparse.Namespace, cp_size: int) -> int:
     return cp_size // options.nodes
 
 
+def _check_memory_alone(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Raises ValueError for an option that memory alone does not hear."""
+    for name in (*SHAPE, "tokenizer"):
+        if getattr(options, name) != parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} has no effect on --memory, which goes by the model's config.json; leave it out")
+
+
 def _check_outputs(options: argparse.Namespace) -> None:
     for path in filter(None, (options.json, options.html, options.png)):
         check_output(path)
@@ -211,15 +231,6 @@ def _check_outputs(options: argparse.Namespace) -> None:
             importlib.import_module("matplotlib")
         except ImportError:
             raise ValueError("--html and --png need matplotlib; install it, or torchtitan_magi[report]") from None
-
-
-def count_of_tokens(text: str) -> int:
-    """'512k' -> 524288; k is 1024 and M 1024 k. Raises ValueError for anything else."""
-    unit = {"k": 1 << 10, "K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
-    digits = text[:-1] if unit > 1 else text
-    if not (digits.isdecimal() and len(digits) < 12):
-        raise ValueError(f"--total is {quoted(text)}; write tokens as 300000, 512k or 1M")
-    return int(digits) * unit
 
 
 def heads_of(text: str, head_dim: int, value_dim: int) -> Heads:

@@ -98,6 +98,8 @@ def sample(
         raise ValueError(f"{shown(source)} has no {what}; give a .jsonl data set of them, or --dataset sft")
     if share_prefixes and (source in DISTRIBUTIONS or is_file_of_lengths):
         raise ValueError(f"{shown(source)} has no tokens to share; give a data set of records, or no --share-prefixes")
+    if tokenizer is not None and source in DISTRIBUTIONS:
+        raise ValueError(f"{source} has no records to tokenize; give a data set of records, or no --tokenizer")
     if share_prefixes and dataset != "sft":
         raise ValueError("--share-prefixes is for --dataset sft; leave it out, as others share their prompt without it")
     if source in DISTRIBUTIONS:

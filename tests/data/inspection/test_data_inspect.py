@@ -413,7 +413,7 @@ def test_the_page_has_everything_and_fetches_nothing(inspect):
 
 def test_the_command_writes_report_and_page(tmp_path, capsys):
     path, folder = write_jsonl(tmp_path / "data.jsonl", GOOD), write_folder(tmp_path / "tokenizer")
-    command.main([str(path), "--tokenizer", str(folder), "--seq-len", "64", "--html", str(tmp_path / "page.html")])
+    command.main([str(path), "--tokenizer", str(folder), "--seq-len", "1k", "--html", str(tmp_path / "page.html")])
     printed = capsys.readouterr().out
     assert f"{path}: all 3 records read" in printed
     assert "⟦the hat" in printed
@@ -460,6 +460,7 @@ def test_a_real_terminal_gets_colours(tmp_path):
         ),
         ("data.jsonl --tokenizer tokenizer --html tokenizer", "cannot write tokenizer; give a file in a folder"),
         ("data.jsonl --tokenizer tokenizer --seq-len 0", "--seq-len is 0; give at least 1"),
+        ("data.jsonl --tokenizer tokenizer --seq-len 8x", "--seq-len is '8x'; write tokens as 300000, 512k or 1M"),
         ("data.jsonl --tokenizer tokenizer --records -1", "--records is -1; give at least 0"),
         ("data.jsonl --tokenizer tokenizer --colour", "unrecognized arguments: --colour"),
         ("data.jsonl", "the following arguments are required: --tokenizer"),
