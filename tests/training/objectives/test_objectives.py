@@ -112,6 +112,7 @@ FOR_SFT = {
     "--magi.share_prefixes --training.dataset c4": ["training.dataset 'c4'", "dataset 'sft': use that, or false"],
     "--magi.share_prefixes --magi.positions pack": ['magi.positions "pack"', 'use "auto"'],
     "--checkpoint.enable --checkpoint.exclude_from_loading optimiser": ["has 'optimiser'; use some of optimizer, lr_"],
+    "--checkpoint.enable --checkpoint.exclude_from_loading=": ["exclude_from_loading has ''; use some of optimizer"],
     "--magi.overlap_stages 17": ["magi.overlap_stages is 17", "at most 16"],
 }
 

@@ -70,6 +70,10 @@ ON_LINE = {
     "--profiling.profiler_warmup -1": "profiling.profiler_warmup is -1; use a whole number of at least 0",
     "--training.dataloader.num_workers -1": "training.dataloader.num_workers is -1; use",
     "--validation.dataloader.prefetch_factor 0": "validation.dataloader.prefetch_factor is 0; use",
+    "--training.dataloader.prefetch_factor 2": "prefetch_factor is 2, but num_workers is 0; give a number, or leave",
+    "--validation.dataloader.persistent_workers": "validation.dataloader.persistent_workers is True, but num_workers",
+    f"--training.dataloader.num_workers {10**9}": f"num_workers is {10**9}; use a whole number of at most 1024",
+    f"--validation.dataloader.num_workers 1 --validation.dataloader.prefetch_factor {10**9}": "use a whole number of",
     "--parallelism.pipeline_parallel_layers_per_stage 0": "parallelism.pipeline_parallel_layers_per_stage is 0; use",
     "--parallelism.pipeline_parallel_microbatch_size 0": "parallelism.pipeline_parallel_microbatch_size is 0; use",
     "--comm.train_timeout_seconds 1000000001": "comm.train_timeout_seconds is 1000000001; use a whole number of at",
@@ -119,6 +123,11 @@ ON_LINE = {
     "--activation_checkpoint.mode full --activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns wq": (
         "per_op_sac_force_recompute_mm_shapes_by_fqns is ['wq'], but mode is 'full'; leave it out, or set mode to 'sel"
     ),
+    "--activation_checkpoint.mode none --activation_checkpoint.no-preserve_rng_state": (
+        "activation_checkpoint.preserve_rng_state is False, but mode is 'none'; leave it out, or set mode to 'full'"
+    ),
+    "--activation_checkpoint.mode none --activation_checkpoint.debug": "debug is True, but mode is 'none'; leave it",
+    "--activation_checkpoint.mode none --activation_checkpoint.determinism_check none": "determinism_check is 'none', ",
     "--activation_checkpoint.memory_budget 2": "activation_checkpoint.memory_budget is 2.0; use",
     "--magi.lora.alpha 0": "magi.lora.alpha is 0.0; use a number above 0, such as twice the rank",
     "--debug.seed -1": "debug.seed is -1; use a whole number of 0 to 2**64 - 1, or leave it out",
@@ -248,6 +257,8 @@ def lay_out(path, arguments):
             f"--validation.enable --validation.dataset c4 --validation.local_batch_size {10**8}",
             f"validation.local_batch_size is {10**8}, but it counts packs, each of 2048 tokens",
         ),
+        ("--parallelism.enable_async_tensor_parallel", "enable_async_tensor_parallel is true, but the model is not c"),
+        ("--compile.components=", "compile.components has ''; use one or both of 'model' and 'loss'"),
         (
             "--training.local_batch_size 2 --training.global_batch_size 3",
             "training.global_batch_size is 3; use a multiple of 2, which is training.local_batch_size times 1 data-",
@@ -281,10 +292,22 @@ def test_an_option_without_effect_is_said(tmp_path):
     (tmp_path / "config.toml").write_text(HOOKS)
     some = ["--debug.deterministic_warn_only", "--parallelism.context_parallel_load_balancer", "ptrr"]
     some += ["--checkpoint.enable", "--checkpoint.no-last_save_model_only", "--checkpoint.export_dtype", "bfloat16"]
+    some += ["--comm.trace_buf_size", "0", "--comm.save_traces_folder", "traces", "--magi.fp32_reduce"]
+    some += ["--parallelism.pipeline_parallel_schedule", "GPipe", "--parallelism.module_fqns_per_model_part", "layers"]
+    some += ["--training.dataset", "sft", "--training.dataset_path", "x"]
+    some += ["--training.dataloader.num_workers", "1", "--training.dataloader.persistent_workers"]
     some += ["--debug.spmd_typechecking"] if IS_0_3 else ["--parallelism.context_parallel_rotate_method", "alltoall"]
     planned = "which has no effect: rows travel as planned, and the plan balances"
     lines = ["debug.deterministic_warn_only is True, which has no effect: debug.deterministic is false"]
     lines += [f"parallelism.context_parallel_load_balancer is 'ptrr', {planned}"]
+    lines += ["comm.save_traces_folder is 'traces', which has no effect: comm.trace_buf_size is 0"]
+    lines += ["magi.fp32_reduce is True, which has no effect: parallelism.context_parallel_degree is 1"]
+    lines += [
+        f"parallelism.{option}, which has no effect: parallelism.pipeline_parallel_degree is 1"
+        for option in ("pipeline_parallel_schedule is 'GPipe'", "module_fqns_per_model_part is [['layers']]")
+    ]
+    workers = "workers live for one pass over the data"
+    lines += [f"training.dataloader.persistent_workers is True, which has no effect: {workers}"]
     lines += ["checkpoint.export_dtype is 'bfloat16', which has no effect: checkpoint.last_save_model_only is false"]
     if IS_0_3:
         lines += [

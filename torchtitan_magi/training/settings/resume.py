@@ -31,8 +31,10 @@ def check_checkpoints(job_config: Any) -> None:
     checkpoint = job_config.checkpoint
     if not checkpoint.enable:
         return
-    if unknown := next((name for name in checkpoint.exclude_from_loading if name not in EXCLUDABLE), None):
-        raise ValueError(f"checkpoint.exclude_from_loading has {quoted(unknown)}; use some of {', '.join(EXCLUDABLE)}")
+    if unknown := [name for name in checkpoint.exclude_from_loading if name not in EXCLUDABLE]:
+        raise ValueError(
+            f"checkpoint.exclude_from_loading has {quoted(unknown[0])}; use some of {', '.join(EXCLUDABLE)}"
+        )
     rank, world_size = rank_and_size()
 
     def check() -> bool:

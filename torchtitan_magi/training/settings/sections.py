@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +33,25 @@ COMPONENTS = ("model", "loss")  # that torchtitan compiles
 MOST_TOKENS = 2**30  # in a step, ten times what anybody trains with
 PARTS = ("model_spec", "dataloader", "training", "loss", "tokenizer", "metrics", "checkpoint", "validator")
 
+# what is heard only with more than one rank of a kind, with its default
+OF_DEGREES: dict[str, dict[str, Any]] = {
+    "pipeline_parallel_degree": {
+        "parallelism.module_fqns_per_model_part": None,
+        "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+        "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+        "parallelism.pipeline_parallel_layers_per_stage": None,
+        "parallelism.pipeline_parallel_schedule": "1F1B",
+        "parallelism.pipeline_parallel_schedule_csv": "",
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+        "parallelism.pipeline_parallel_expert_parallel_overlap": True,
+    },
+    "tensor_parallel_degree": {
+        "parallelism.enable_sequence_parallel": True,
+        "parallelism.enable_async_tensor_parallel": False,
+        "compile.enable_async_tensor_parallel": False,
+    },
+    "context_parallel_degree": {"magi.overlap_stages": -1, "magi.fp32_reduce": False, "magi.cost_model": ""},
+}
 NEED_A_GPU = (
     "training.enable_cpu_offload",
     "training.gc_debug",
@@ -129,30 +148,40 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
     if is_first_rank():
         _warn_of_unheard(job_config)
     _check_profiling(job_config.profiling)
-    _check_compile(job_config.compile)
+    _check_compile(job_config.compile, value_of(job_config, "parallelism.enable_async_tensor_parallel"))
     _check_checkpointing(job_config.activation_checkpoint, job_config.compile)
     _check_objective(job_config, has_objectives)
 
 
 def _warn_of_unheard(job_config: Any) -> None:
     """Says which options have no effect: some never here, some because of others."""
-    checkpoint = job_config.checkpoint
-    planned = "rows travel as planned, and the plan balances"
-    for option, default, is_heard, why in (
-        ("debug.spmd_typechecking", False, False, 'it is for parallelism.spmd_backend "spmd_types"'),
-        ("debug.deterministic_warn_only", False, job_config.debug.deterministic, "debug.deterministic is false"),
-        ("parallelism.context_parallel_load_balancer", "headtail", False, planned),
-        ("parallelism.context_parallel_ptrr_mask_key", None, False, planned),
-        ("parallelism.context_parallel_rotate_method", "allgather", False, planned),
-        (
-            "checkpoint.export_dtype",
-            "float32",
-            checkpoint.last_save_model_only or not checkpoint.enable,
-            "checkpoint.last_save_model_only is false",
-        ),
-    ):
+    for option, default, is_heard, why in _heard(job_config):
         if not is_heard and (value := value_of(job_config, option)) not in (default, None):
             logger.warning(f"{option} is {quoted(value)}, which has no effect: {why}")
+
+
+def _heard(job_config: Any) -> Iterator[tuple[str, Any, bool, str]]:
+    """Options that may have no effect: each with its default, whether it has one in this run, and why not."""
+    checkpoint, parallelism = job_config.checkpoint, job_config.parallelism
+    planned = "rows travel as planned, and the plan balances"
+    yield "debug.spmd_typechecking", False, False, 'it is for parallelism.spmd_backend "spmd_types"'
+    yield "debug.deterministic_warn_only", False, job_config.debug.deterministic, "debug.deterministic is false"
+    yield "parallelism.context_parallel_load_balancer", "headtail", False, planned
+    yield "parallelism.context_parallel_ptrr_mask_key", None, False, planned
+    yield "parallelism.context_parallel_rotate_method", "allgather", False, planned
+    is_exported = checkpoint.last_save_model_only or not checkpoint.enable
+    yield "checkpoint.export_dtype", "float32", is_exported, "checkpoint.last_save_model_only is false"
+    yield "checkpoint.enable_ft_dataloader_checkpoints", True, False, "this Trainer does without torchft"
+    yield "model.print_after_conversion", False, bool(value_of(job_config, "model.converters")), "nothing is converted"
+    for option, default in (("folder", "comm_traces"), ("file_prefix", "rank_")):
+        is_traced = job_config.comm.trace_buf_size > 0
+        yield f"comm.save_traces_{option}", default, is_traced, "comm.trace_buf_size is 0"
+    for degree, options in OF_DEGREES.items():
+        for option, default in options.items():
+            yield option, default, getattr(parallelism, degree) > 1, f"parallelism.{degree} is 1"
+    for name in ("training", "validation"):
+        is_ours = getattr(job_config, name).dataset in OUR_DATASETS
+        yield f"{name}.dataloader.persistent_workers", False, not is_ours, "workers live for one pass over the data"
 
 
 def _check_profiling(section: Any) -> None:
@@ -164,13 +193,18 @@ def _check_profiling(section: Any) -> None:
         )
 
 
-def _check_compile(section: Any) -> None:
-    """torchtitan takes any word for a component, or none, and compiles nothing then."""
-    if unknown := next((name for name in section.components if name not in COMPONENTS), None):
-        raise ValueError(f"compile.components has {quoted(unknown)}; use one or both of 'model' and 'loss'")
+def _check_compile(section: Any, is_async: bool | None) -> None:
+    """torchtitan takes any word for a component, or none, and compiles nothing then. is_async: tensor parallelism."""
+    if unknown := [name for name in section.components if name not in COMPONENTS]:
+        raise ValueError(f"compile.components has {quoted(unknown[0])}; use one or both of 'model' and 'loss'")
     if section.enable and not section.components:
         raise ValueError(
             "compile.enable is true, but compile.components is empty, so that nothing is compiled; add 'model'"
+        )
+    if is_async and not (section.enable and "model" in section.components):
+        raise ValueError(  # torchtitan 0.2.2 says so once the model is built
+            "parallelism.enable_async_tensor_parallel is true, but the model is not compiled, which it needs; set "
+            "compile.enable to true, with 'model' in compile.components, or this to false"
         )
     if section.enable:
         _check_compiler(section.backend)

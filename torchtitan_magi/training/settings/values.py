@@ -61,14 +61,22 @@ LEAST: tuple[tuple[str, int, int | None], ...] = (
     ("parallelism.expert_parallel_degree", 1, None),
     ("parallelism.expert_tensor_parallel_degree", 1, None),
 )
-# beyond them gloo counts nanoseconds below 0, torch's recorder of collectives ends the process, and rotary positions
-# take more memory than a GPU has
+# beyond them gloo counts nanoseconds below 0, torch's recorder of collectives ends the process, rotary positions take
+# more memory than a GPU has, and a data loader's processes and what they make ahead take all of a host's
 MOST = {
     "comm.init_timeout_seconds": 10**9,
     "comm.train_timeout_seconds": 10**9,
     "comm.trace_buf_size": 2**31 - 1,
     "training.seq_len": 2**27,
+    **{f"{name}.dataloader.num_workers": 1024 for name in ("training", "validation")},
+    **{f"{name}.dataloader.prefetch_factor": 1024 for name in ("training", "validation")},
 }
+# what a data loader without workers would not hear, and its default
+OF_WORKERS = [
+    (f"{name}.dataloader.{option}", default)
+    for name in ("training", "validation")
+    for option, default in (("prefetch_factor", None), ("persistent_workers", False))
+]
 UNLIMITED = "training.max_norm"  # inf: no gradient is too long
 NOT_NEGATIVE = (lambda x: x >= 0), "a number of at least 0"
 BELOW_1 = (lambda x: 0 <= x < 1), "a number of at least 0 and below 1"
@@ -88,11 +96,16 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 # words that torch or torchtitan would refuse in the first step, or once the model is built
 CHOICES = {"optimizer.name": ("AdamW", "Adam"), "activation_checkpoint.determinism_check": ("default", "none")}
+RECOMPUTING = ("full", "selective", "auto")  # modes by torch.utils.checkpoint
 # options of [activation_checkpoint] that other modes would leave unheard: their default, and what they are for
 OF_MODES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "memory_budget": (0.5, ("memory_budget",)),
     "visualize_memory_budget_pareto": (False, ("memory_budget",)),
     "per_op_sac_force_recompute_mm_shapes_by_fqns": (["moe.router.gate"], ("selective", "auto")),
+    "preserve_rng_state": (True, RECOMPUTING),
+    "determinism_check": ("default", RECOMPUTING),
+    "early_stop": (False, RECOMPUTING),
+    "debug": (False, RECOMPUTING),
 }
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
@@ -186,8 +199,12 @@ def check_values(job_config: Any) -> None:
             other = "" if special is None else f", or {special}"
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at least {least}{other}")
     for option, most in MOST.items():
-        if (value := value_of(job_config, option)) > most:
+        if (value := value_of(job_config, option)) is not None and value > most:
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at most {most}")
+    for option, default in OF_WORKERS:
+        section, _, _ = option.rpartition(".")
+        if (value := value_of(job_config, option)) != default and not value_of(job_config, f"{section}.num_workers"):
+            raise ValueError(f"{option} is {quoted(value)}, but num_workers is 0; give a number, or leave it out")
     for option, choices in CHOICES.items():
         if (value := value_of(job_config, option)) not in (*choices, None):
             raise ValueError(f"{option} is {quoted(value)}; use one of {', '.join(map(repr, choices))}")
