@@ -280,6 +280,8 @@ def test_a_dense_model_has_no_experts_to_spread():
     options = ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.expert_parallel_degree", "2"]
     messages = ["expert_parallel_degree is 2, but model.flavor 'debugmodel_varlen_attn' has no experts", "set it to 1"]
     assert_one_line(error_of(options, 2), messages)
+    said = "debug.moe_force_load_balance is true, but model.flavor 'debugmodel_varlen_attn' has no experts; set it to"
+    assert_one_line(error_of(["--debug.moe_force_load_balance"], 1), [said])
 
 
 # ------------------------------------------------------------------------------------------------------ operations

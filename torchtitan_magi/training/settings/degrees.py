@@ -69,6 +69,10 @@ def check_experts(job_config: Any, experts: Experts | None, ranks: int | None) -
             f"parallelism.expert_parallel_degree is {degree}, but model.flavor {quoted(flavor)} has no experts; set "
             "it to 1, or use a mixture of experts"
         )
+    if experts is None and job_config.debug.moe_force_load_balance:
+        raise ValueError(
+            f"debug.moe_force_load_balance is true, but model.flavor {quoted(flavor)} has no experts; set it to false"
+        )
     if experts is not None and experts.num_experts % degree:
         raise ValueError(
             f"parallelism.expert_parallel_degree is {degree}, which does not divide the {experts.num_experts} experts "
