@@ -15,13 +15,11 @@ of the slowest rank. Before that each rank compares its results and gradients wi
   ideal     the whole pack on one GPU, time / ranks; every rank runs it by itself, at the same time
 """
 
-import contextlib
 import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -36,6 +34,7 @@ from torch import Tensor
 
 import torchtitan_magi as magi
 from torchtitan_magi.calibrate import facts_of_run, start_rank
+from torchtitan_magi.machine import version_of
 from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.sizing.sample_packs import draw_pack
 
@@ -52,11 +51,8 @@ Layer = Callable[..., Tensor]
 
 def versions() -> dict[str, str]:
     """The libraries that are timed, as far as they are installed."""
-    found = {}
-    for name in ("flash-qla", "tilelang", "fla-core"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    found = {name: version_of(name) for name in ("flash-qla", "tilelang", "fla-core")}
+    return {name: version for name, version in found.items() if version}
 
 
 def inputs_of(tokens: int, heads: tuple[int, int]) -> tuple[list[Tensor], Tensor]:

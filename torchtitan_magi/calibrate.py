@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from torchtitan_magi.commands.parser import CommandParser, check_output
 from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival, Places, RowShape
 from torchtitan_magi.exchange.mesh import process_group_transport
+from torchtitan_magi.machine import version_of
 from torchtitan_magi.masks.builders import block_causal, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.masks.slices import AttnSlices
@@ -73,15 +73,11 @@ def facts_of_run(commit: str | None) -> dict[str, str | None]:
         head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=root, check=False)
         commit = head.stdout.strip()
     program = Path(sys.argv[0]).resolve()
-    try:
-        torchtitan = version("torchtitan")
-    except PackageNotFoundError:
-        torchtitan = None
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
-        "torchtitan": torchtitan,
+        "torchtitan": version_of("torchtitan") or None,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "commit": commit,

@@ -1,4 +1,4 @@
-"""What the machine lacks: memory, descriptors, processes, room. No record and no file is to blame for it."""
+"""What the machine has and lacks: memory, descriptors, processes, room, packages. No record is to blame for it."""
 
 import errno
 import mmap
@@ -6,6 +6,7 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from torchtitan_magi.wording import one_line
@@ -84,6 +85,14 @@ def raise_open_files() -> None:
     if soft != hard:
         with suppress(OSError, ValueError):  # a hard limit that the kernel does not take
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package, as pip names it; "" where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -4,9 +4,9 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from torchtitan_magi.machine import version_of
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.pipeline_stages import (
     LOOPED,
@@ -270,10 +270,7 @@ def _has_reference(read: Read) -> bool:
 @functools.cache
 def is_titan_02() -> bool:
     """Whether the torchtitan that is installed is of the line 0.2; False where there is none."""
-    try:
-        return version("torchtitan").startswith("0.2.")
-    except PackageNotFoundError:
-        return False
+    return version_of("torchtitan").startswith("0.2.")
 
 
 def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
