@@ -145,9 +145,10 @@ def test_a_malformed_record_is_named_with_its_place(tmp_path, cache):
         path = tmp_path / "data" / name
         path.parent.mkdir(exist_ok=True)
         save(path, [*RECORDS, {"messages": [{"role": "bot", "content": "x"}]}])
-        with pytest.raises(ValueError, match=r"messages\[0\]\.role is 'bot'; use one of") as error:
-            Corpus(text.format(path=path), cache=cache).check()
-        assert str(error.value).startswith(f"{place.format(path=path)}{len(RECORDS) + 1}: ")
+        corpus = Corpus(text.format(path=path), cache=cache)
+        with pytest.raises(ValueError, match=r"messages\[0\]\.role is 'bot'; use one of"):
+            corpus[len(RECORDS)]
+        assert corpus.where(len(RECORDS)) == f"{place.format(path=path)}{len(RECORDS) + 1}"
 
 
 def test_content_that_is_digested_changes_the_fingerprint(tmp_path, cache):

@@ -166,18 +166,6 @@ class Corpus:
         """Raises ValueError, with the file's name, if the block's file has changed since it was opened."""
         self._locate_block(block)[0].check_unchanged()
 
-    def check(self, rank: int = 0, num_ranks: int = 1) -> None:
-        """Parses the rank's span of consecutive records.
-
-        Spans ascend by rank: the first rank with an error has the first error of the corpus.
-
-        Raises:
-            ValueError: `path:line: what; remedy` of the span's first error.
-        """
-        begin, end = (len(self) * number // num_ranks for number in (rank, rank + 1))
-        for file, first in zip(self.files, self._firsts, strict=False):
-            file.check(max(0, begin - first), min(len(file), end - first))
-
     @functools.cached_property
     def fingerprint(self) -> str:
         """Number of records, bytes and checksum, as text. Depends on the contents and order of the files and on the

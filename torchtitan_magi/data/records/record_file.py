@@ -98,12 +98,6 @@ class RecordFile(ABC):
         digest = self._digest(block)
         return sha256(f"{digest} {sorted(self.columns.items())}".encode()) if self.columns else digest
 
-    def check(self, first: int = 0, last: int | None = None) -> None:
-        """Parses records[first:last]. Raises ValueError (`path:line: what; remedy`) for the first malformed one."""
-        for index, record in enumerate(self.records(first, len(self) if last is None else last), start=first):
-            if isinstance(record, ValueError):
-                raise ValueError(f"{self.where(index)}: {record}") from None
-
     def check_unchanged(self) -> None:
         """Raises ValueError if a file has vanished, or another size or time of modification than when it was opened."""
         for part, (size, time) in self._parts.items():
