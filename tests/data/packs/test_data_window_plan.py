@@ -174,7 +174,7 @@ def test_an_epoch_opens_the_files_of_small_data_once(folder, tokenizer, cache):
     with mock.patch.object(TokenBlock, "open", wraps=TokenBlock.open) as opened:
         list(packs)
     paths = [call.args[0] for call in opened.call_args_list]
-    assert sorted(paths) == sorted(str(packs.tokens.path(block)) for block in range(packs.records.num_blocks))
+    assert sorted(paths) == sorted(packs.tokens.path(block) for block in range(packs.records.num_blocks))
 
 
 def test_of_many_who_need_a_plan_one_makes_it(folder, tokenizer, cache):
@@ -250,9 +250,9 @@ def test_malformed_records_are_told_with_a_plan_as_without(folder, tokenizer, ca
 def test_a_record_that_is_malformed_since_it_was_packed_is_named(folder, tokenizer, cache):
     packs = dataset(folder, tokenizer, cache, shuffle=False)
     list(packs)
-    block = TokenBlock.open(str(packs.tokens.path(0)))
+    block = TokenBlock.open(packs.tokens.path(0))
     parts = [block.document(*block.bounds[index : index + 2]) for index in range(len(block))]
-    packs.tokens.path(0).unlink()
-    TokenBlock.of([ValueError("it took too long"), *parts[1:]]).write(str(packs.tokens.path(0)))
+    os.unlink(packs.tokens.path(0))
+    TokenBlock.of([ValueError("it took too long"), *parts[1:]]).write(packs.tokens.path(0))
     with pytest.raises(ValueError, match=r"train.jsonl:1: it took too long"):
         list(dataset(folder, tokenizer, cache, shuffle=False, check=False))

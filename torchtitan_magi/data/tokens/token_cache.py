@@ -111,12 +111,8 @@ class TokenCache:
             sizes = [file.stat().st_size for file in found]
         return f"token cache {shown(self.folder)}: {sum(sizes) / 2**30:.2f} GiB in {len(sizes):,} files"
 
-    def path(self, block: int) -> Path:
-        """The file of a block's tokens."""
-        return Path(self._path_name(block))
-
-    def _path_name(self, block: int) -> str:
-        """The same as text: there are many blocks, and a Path costs more."""
+    def path(self, block: int) -> str:
+        """The file of a block's tokens; as text: there are many blocks, and a Path costs more."""
         key = hashlib.sha256(f"{self.corpus.digest(block)} {self._depends_on}".encode()).hexdigest()[:40]
         return f"{self.folder}/{key}.tokens"
 
@@ -129,7 +125,7 @@ class TokenCache:
     def are_there(self, blocks: list[int]) -> bool:
         """Whether the tokens of all these blocks need not be made."""
         unknown = set(blocks) - self._there
-        found = all(os.path.exists(self._path_name(block)) for block in unknown)
+        found = all(os.path.exists(self.path(block)) for block in unknown)
         if found:
             self._there |= unknown
         return found
@@ -145,18 +141,18 @@ class TokenCache:
     def malformed(self, block: int) -> dict[int, str] | None:
         """What is wrong with records of a block, by index in it; None if its tokens are not there yet."""
         try:
-            return TokenBlock.open(self._path_name(block)).malformed
+            return TokenBlock.open(self.path(block)).malformed
         except (OSError, Damaged):
             return None
 
     def remake(self, block: int) -> TokenBlock:
         """The tokens of a block whose file is damaged, made again."""
-        remove_damaged(self._path_name(block))
+        remove_damaged(self.path(block))
         self._in_use.pop(block, None)
         return self.open(block, threading.Event())
 
     def _wait(self, block: int, cancelled: threading.Event) -> TokenBlock:
-        path, waiting, num_writers = self._path_name(block), Waiting(f"the tokens of {self.corpus.name}"), 0
+        path, waiting, num_writers = self.path(block), Waiting(f"the tokens of {self.corpus.name}"), 0
         order, name = self._order, self.order_name
         while not cancelled.is_set():
             try:
@@ -197,7 +193,7 @@ class TokenCache:
             with open(open_lock(self.folder / f"{name_of_lock}.lock"), "r+b") as lock:
                 take_lock(lock.fileno())
                 clean(self.folder)
-                items = [(block, self._path_name(block)) for block in blocks]
+                items = [(block, self.path(block)) for block in blocks]
                 missing = [(block, path) for block, path in items if not os.path.exists(path)]
                 if missing:
                     job = Job(self.corpus, missing, self.tokenizer, self.kind, os.getpid())
