@@ -32,8 +32,8 @@ from typing import Any
 
 import bench_linear
 import torch
-from bench_models import QWEN3_5, QWEN3_5_TEXT, ROOT, Case
-from bench_train import RECORD, documents, ended_well, ideal_seconds, speed_table
+from bench_models import QWEN3_5, QWEN3_5_TEXT, Case
+from bench_train import RECORD, copy_tokenizer, documents, ended_well, ideal_seconds, speed_table, torchrun
 from figures import Row, parts, recording_parser, save, table
 from steps import Steps
 
@@ -61,8 +61,7 @@ def run(way: str, arguments: Any) -> Row:
         folder = Path(name)
         write_tokenizer(folder)
         case.write(folder)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-        command += [__file__, RECORD, way, name, str(tokens * gpus), str(case.tokens)]
+        command = [*torchrun(gpus), __file__, RECORD, way, name, str(tokens * gpus), str(case.tokens)]
         command += [str(arguments.layers), steps := str(arguments.steps)]
         command += ["--job.config_file", f"{name}/bench.toml", "--training.steps", steps]
         command += ["--training.dataloader.num_workers", "1", *WAYS[way].split()]
@@ -81,8 +80,7 @@ def run(way: str, arguments: Any) -> Row:
 
 def write_tokenizer(folder: Path) -> None:
     """The demo's, without its chat template, whose tags torchtitan's own tokenizer does not know."""
-    for path in (ROOT / "assets" / "demo" / "tokenizer").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    copy_tokenizer(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

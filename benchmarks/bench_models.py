@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_train import CHARACTERS, documents, ended_well
+from bench_train import CHARACTERS, RECORD, copy_tokenizer, documents, ended_well, torchrun
 from figures import part, recording_parser, save, table, thousands
 from steps import Steps, host_gib
 
@@ -32,11 +32,9 @@ from torchtitan_magi.sizing.predicted_run import Place, PredictedRun, predict_ru
 from torchtitan_magi.sizing.run_file import RunFile, setup_of_file
 from torchtitan_magi.sizing.sample_packs import pairs_of, sample
 
-ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 8  # steps before timing, at most half of them
 LONG = 100  # steps from which on a run is recorded by its fifths
 TIMEOUT = 150  # seconds per run
-RECORD = "--record-to"  # first argument of this file as a process of a run
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "rms_norm_eps": 1e-5,
@@ -207,21 +205,10 @@ def run(case: Case, steps: int, options: Sequence[str] = (), timeout: float = TI
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for path in (ROOT / "assets" / "demo" / "tokenizer").iterdir():
-            (folder / path.name).write_bytes(path.read_bytes())
+        copy_tokenizer(folder)
         case.write(folder)
         (folder / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records(case)))
-        command = [
-            "env",
-            *case.allocator(),
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={case.gpus}",
-            __file__,
-            RECORD,
-        ]
+        command = ["env", *case.allocator(), *torchrun(case.gpus), __file__, RECORD]
         command += [name, "--job.config_file", f"{name}/bench.toml", "--training.steps", str(steps), *options]
         return recorded(command, folder, timeout)
 

@@ -54,7 +54,8 @@ from steps import Steps
 from torchtitan_magi.calibrate import facts_of_run
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = "--record-to"  # first argument of this file as a process of a run
+TOKENIZER = ROOT / "assets" / "demo" / "tokenizer"
+RECORD = "--record-to"  # first argument of a benchmark's file as a process of a run
 WARM_UP = 5  # steps before timing
 TIMEOUT = 300  # seconds per run
 PATIENCE = 45  # seconds that torchrun has to end its ranks
@@ -100,8 +101,8 @@ def run(name: str, tokens: int, mode: str, arguments: argparse.Namespace) -> dic
     """Tokens per second over all GPUs, and GiB at the peak of the fullest one. mode: of activation checkpointing."""
     strategy = STRATEGIES[name].on(arguments.gpus)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.gpus}"]
-        command += [__file__, RECORD, folder, arguments.model, arguments.shapes, str(arguments.layers)]
+        command = [*torchrun(arguments.gpus), __file__, RECORD, folder]
+        command += [arguments.model, arguments.shapes, str(arguments.layers)]
         # under full activation checkpointing the forward runs once more
         forwards = 0 if name == "no attention" else 1 + (mode == "full")
         command += [str(tokens * arguments.gpus), str(forwards), "--model.name", arguments.model]
@@ -134,6 +135,17 @@ def run(name: str, tokens: int, mode: str, arguments: argparse.Namespace) -> dic
         "reserved_gib": max(rank["reserved_gib"] for rank in ranks),
         "outside_gib": max(rank["outside_gib"] for rank in ranks), "loss": ranks[0]["losses"][-1],
     }  # fmt: skip
+
+
+def torchrun(num_gpus: int) -> list[str]:
+    """The command that starts a process on each GPU; the file that they run and its arguments come behind it."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"]
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Puts the demo's tokenizer into a folder."""
+    for path in TOKENIZER.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
 
 
 def ended_well(command: Sequence[str], log: Path, timeout: float) -> bool:

@@ -17,7 +17,6 @@ Data
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +24,8 @@ from statistics import median
 from typing import Any
 
 import bench_models
-from bench_models import LLAMA, ROOT, Case
-from bench_train import CHARACTERS, documents
+from bench_models import LLAMA, Case
+from bench_train import CHARACTERS, RECORD, TOKENIZER, copy_tokenizer, documents, torchrun
 from figures import Row, part, parts, recording_parser, save, side_by_side, table, thousands
 
 from torchtitan_magi.calibrate import facts_of_run
@@ -35,7 +34,6 @@ from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 
 TOKENS = 32768  # per pack and GPU
-TOKENIZER = ROOT / "assets" / "demo" / "tokenizer"
 TIMEOUT = 600  # seconds per run
 
 
@@ -95,11 +93,9 @@ def counted(path: Path, shared: bool, seq_len: int) -> PackingCounts:
 def run(path: Path, shared: bool, gpus: int, layers: int, steps: int) -> dict[str, Any]:
     """What the run's process recorded, see bench_models.py; what was printed, if it failed."""
     with tempfile.TemporaryDirectory() as name:
-        for asset in TOKENIZER.iterdir():
-            Path(name, asset.name).write_bytes(asset.read_bytes())
+        copy_tokenizer(Path(name))
         Case("llama3", LLAMA, layers, TOKENS * gpus).write(Path(name))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-        command += [bench_models.__file__, bench_models.RECORD, name, "--job.config_file", f"{name}/bench.toml"]
+        command = [*torchrun(gpus), bench_models.__file__, RECORD, name, "--job.config_file", f"{name}/bench.toml"]
         command += ["--training.dataset_path", str(path), "--training.steps", str(steps)]
         command += ["--parallelism.context_parallel_degree", str(gpus)] + ["--magi.share_prefixes"] * shared
         return bench_models.recorded(command, Path(name), TIMEOUT)

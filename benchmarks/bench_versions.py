@@ -18,20 +18,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_train import documents
+from bench_train import RECORD, ROOT, copy_tokenizer, documents, torchrun
 from figures import grouped, part, recording_parser, save, table, thousands
 from steps import Steps
 
 from torchtitan_magi.calibrate import facts_of_run
 
-ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 8  # steps before timing
 SHAPES = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0, "max_position_embeddings": 131072, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
-RECORD = "--record-to"  # first argument of this file as a process of a run
 
 
 TOML = """
@@ -60,8 +58,7 @@ log_freq = 1
 
 def write_inputs(folder: Path, layers: int, gpus: int, tokens: int) -> None:
     """The run's file, the model's config.json with a tokenizer, and the records. tokens: per GPU."""
-    for path in (ROOT / "assets" / "demo" / "tokenizer").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    copy_tokenizer(folder)
     (folder / "bench.toml").write_text(TOML.format(folder=folder, gpus=gpus, pack=tokens * gpus))
     (folder / "config.json").write_text(json.dumps(SHAPES | {"num_hidden_layers": layers}))
     (folder / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents(tokens * gpus)))
@@ -71,8 +68,8 @@ def run(site: str, folder: Path, arguments: Any) -> dict[str, Any]:
     """Seconds of each step after the first ones, and the losses, of rank 0; what was printed, if it failed."""
     record = folder / "record.json"
     record.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.gpus}"]
-    command += [__file__, RECORD, str(record), "--job.config_file", str(folder / "bench.toml")]
+    command = [*torchrun(arguments.gpus), __file__, RECORD, str(record)]
+    command += ["--job.config_file", str(folder / "bench.toml")]
     command += ["--training.steps", str(arguments.steps), *arguments.options.split()]
     path = os.pathsep.join(filter(None, [str(ROOT), site, os.environ.get("PYTHONPATH", "")]))
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
