@@ -50,6 +50,12 @@ def intersecting(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) -
     return i, expand(first, first + count)
 
 
+def groups(goes_on: Bools, count: int) -> tuple[Int64Array, Int64Array]:
+    """First and last index of each group of neighbours among `count`, of which `goes_on[i]` puts i + 1 to i."""
+    first = np.flatnonzero(np.append(True, ~goes_on)[:count])
+    return first, np.append(first[1:], count)[: len(first)] - 1
+
+
 def union(group: IntArray, start: IntArray, end: IntArray, limit: int, join: bool = True) -> Int64Array:
     """Union of ranges within each group: [n, 3] of group, start, end; disjoint and sorted.
 
@@ -62,17 +68,16 @@ def union(group: IntArray, start: IntArray, end: IntArray, limit: int, join: boo
     shift = group * (limit + 1)  # keeps the groups apart on one axis
     order = np.argsort(start + shift, kind="stable")
     start, end = (start + shift)[order], np.maximum.accumulate((end + shift)[order])
-    first = np.flatnonzero(np.append(True, start[1:] > end[:-1] - (not join)))
-    start, end = start[first], end[np.append(first[1:], len(end)) - 1]
+    first, last = groups(start[1:] <= end[:-1] - (not join), len(start))
+    start, end = start[first], end[last]
     group = start // (limit + 1)
     return np.stack([group, start - group * (limit + 1), end - group * (limit + 1)], 1)
 
 
 def joined(starts: IntArray, ends: IntArray) -> Int64Array:
     """Ascending disjoint ranges with adjacent ones joined, [n, 2]."""
-    new = np.append(True, starts[1:] != ends[:-1])[: len(starts)]
-    last = np.append(np.flatnonzero(new)[1:] - 1, len(ends) - 1)[: new.sum()]
-    return np.stack([starts[new], ends[last]], 1)
+    first, last = groups(starts[1:] == ends[:-1], len(starts))
+    return np.stack([starts[first], ends[last]], 1)
 
 
 def lower_bound(table: IntArray, q: IntArray) -> IntArray:

@@ -25,6 +25,7 @@ from torchtitan_magi.masks.geometry import (
     expand,
     first_true,
     frozen,
+    groups,
     lower_bound,
     rows_of,
     slice_areas,
@@ -288,8 +289,7 @@ def _merge_rows(table: IntArray) -> IntArray:
     joined = (np.diff(layer) == 0) & (np.diff(row) == 1)
     joined &= (step_lo >= 0) & (step_lo <= 1) & (step_hi >= 0) & (step_hi <= 1)
     kind = np.where(joined, step_hi + 2 * step_lo, -1)
-    starts = np.concatenate([[True], ~joined | np.concatenate([[False], (kind[1:] != kind[:-1]) & (kind[:-1] >= 0)])])
-    first = np.flatnonzero(starts)
-    last = np.append(first[1:], len(row)) - 1
+    turns = np.append(False, (kind[1:] != kind[:-1]) & (kind[:-1] >= 0))
+    first, last = groups(joined & ~turns, len(row))
     mask_type = np.where(first < last, np.append(kind, -1)[np.minimum(first, len(kind))], FULL)
     return np.stack([row[first], row[last] + 1, lo[first], hi[last], mask_type], 1)

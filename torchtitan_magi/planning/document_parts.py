@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from torchtitan_magi.masks.forest import Runs, runs_of
-from torchtitan_magi.masks.geometry import Bools, Int64Array, frozen, intersecting
+from torchtitan_magi.masks.geometry import Bools, Int64Array, frozen, groups, intersecting
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.stage import numbered
@@ -59,8 +59,7 @@ class DocumentParts:
         end = np.minimum(nodes[node, 1], shares.ranges[which, 1])
         rank = shares.owner[which]
         goes_on = (node[1:] == node[:-1]) & (rank[1:] == rank[:-1])
-        first = np.flatnonzero(np.append(True, ~goes_on)[: len(start)])
-        last = np.append(first[1:], len(start))[: len(first)] - 1
+        first, last = groups(goes_on, len(start))
         ranges = np.stack([start[first], end[last]], 1)
         return cls(frozen(_parents(ranges, runs)), frozen(ranges), frozen(rank[first].astype(np.int64)), owned)
 

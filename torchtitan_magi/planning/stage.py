@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchtitan_magi.masks.geometry import Int64Array, IntArray, clip_keys, clip_rows, expand, frozen, intersecting
+from torchtitan_magi.masks.geometry import (
+    Int64Array,
+    IntArray,
+    clip_keys,
+    clip_rows,
+    expand,
+    frozen,
+    groups,
+    intersecting,
+)
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.relays import ALL, NONE, Routes, Span, Spans, cut
 
@@ -207,7 +216,6 @@ def _join_keys(table: IntArray, apart: int) -> IntArray:
     goes_on = (q_start[1:] == q_start[:-1]) & (q_end[1:] == q_end[:-1]) & (k_start[1:] == k_end[:-1])
     goes_on &= (mask_type[:-1] & 1 == 0) & (mask_type[1:] & 2 == 0)  # neither bound moves where they meet
     goes_on &= k_start[1:] != apart
-    first = np.flatnonzero(np.append(True, ~goes_on)[: len(table)])
-    last = np.append(first[1:], len(table))[: len(first)] - 1
+    first, last = groups(goes_on, len(table))
     joined_type = (mask_type[first] & 2) | (mask_type[last] & 1)
     return np.stack([q_start[first], q_end[first], k_start[first], k_end[last], joined_type], 1)

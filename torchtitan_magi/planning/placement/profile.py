@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan_magi.masks.geometry import Int64Array, union, upper_bound
+from torchtitan_magi.masks.geometry import Int64Array, groups, union, upper_bound
 from torchtitan_magi.masks.slices import AttnSlices
 
 Layers = Sequence[tuple[AttnSlices, int]]  # the masks of a model's layers, and how many layers have each
@@ -121,6 +121,5 @@ def bundle(stretches: Int64Array, tokens: int) -> Int64Array:
     start, end = stretches.T
     is_short = end - start <= tokens
     cell = np.where(is_short, start // tokens, -1)
-    is_first = np.append(True, ~is_short[1:] | (cell[1:] != cell[:-1]))
-    first = start[is_first]
-    return np.stack([first, np.append(first[1:], end[-1])], 1)
+    first, last = groups(is_short[1:] & (cell[1:] == cell[:-1]), len(start))
+    return np.stack([start[first], end[last]], 1)
