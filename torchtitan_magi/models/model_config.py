@@ -75,12 +75,10 @@ class Rope:
         fields = {"rope_type": self.type, "factor": self.factor}
         if self.type == "linear":
             return fields
-        if self.type == "yarn":
-            betas = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
-            fields |= betas | {"attention_factor": self.attention_factor}
-            return fields | {"original_max_position_embeddings": self.original_max_positions}
-        limits = {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
-        return fields | limits | {"original_max_position_embeddings": self.original_max_positions}
+        names: tuple[str, ...] = ("beta_fast", "beta_slow", "truncate", "attention_factor")
+        if self.type == "llama3":
+            names = ("low_freq_factor", "high_freq_factor")
+        return fields | {name: getattr(self, name) for name in names} | {ORIGINAL: self.original_max_positions}
 
 
 @dataclass(frozen=True)
@@ -406,35 +404,36 @@ def _llama_or_qwen3(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
     return {"head_dim": head_dim, "experts": _experts(file) if model_type == "qwen3_moe" else None}
 
 
-def _gpt_oss(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
+def _windows(file: ConfigFile) -> tuple[int, ...]:
+    """By layer, how many tokens a row sees at most, as ``ModelConfig`` has it."""
     kinds = file.layer_types((FULL, WINDOW), f"use {FULL} or {WINDOW}, once for each layer")
     if not kinds:
         raise file.refusal("layer_types", None, "use the config.json that came with the weights")
     window = file.get("sliding_window", int) if WINDOW in kinds else 0
-    width = model.hidden_dim
+    return tuple(window if kind == WINDOW else 0 for kind in kinds) if window else ()
+
+
+def _gpt_oss(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
+    windows, width = _windows(file), model.hidden_dim
     return {
         "head_dim": file.get("head_dim", int),
         "hidden_dim": 0,
-        "windows": tuple(window if kind == WINDOW else 0 for kind in kinds) if window else (),
+        "windows": windows,
         "experts": replace(_experts(file, width), norm_topk_prob=True),
     }
 
 
 def _muse_glimmer(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
-    kinds = file.layer_types((FULL, WINDOW), f"use {FULL} or {WINDOW}, once for each layer")
-    thetas = file.values.get("layer_rope_theta")
+    windows, thetas = _windows(file), file.values.get("layer_rope_theta")
     of_all = {0, model.rope.theta}
-    if not kinds:
-        raise file.refusal("layer_types", None, "use the config.json that came with the weights")
     if not isinstance(thetas, list) or len(thetas) != model.num_layers or not set(thetas) <= of_all:
         raise file.refusal("layer_rope_theta", thetas, f"use 0 or rope_theta, {model.rope.theta}, for each layer")
     if model.rope.attention_factor != 1 and 0 in thetas:
         remedy = "use a checkpoint with plain positions, as layers without positions would get its attention factor too"
         raise file.refusal(f"{_rope_key(file)}.rope_type", model.rope.type, remedy)
-    window = file.get("sliding_window", int) if WINDOW in kinds else 0
     return {
         "head_dim": file.get("head_dim", int),
-        "windows": tuple(window if kind == WINDOW else 0 for kind in kinds) if window else (),
+        "windows": windows,
         "muse": MuseGlimmer(
             file.get("qk_scale_factor", float),
             tuple(number for number, theta in enumerate(thetas) if not theta),
