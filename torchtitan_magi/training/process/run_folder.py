@@ -93,10 +93,7 @@ def _lock(path: Path, option: str, folder: str) -> None:
             logger.warning(f"The file system of {shown(folder)} has no locks: see to it that no other run saves there")
         sign_lock(lock, os.getpid())
     except OSError as error:
-        raise ValueError(
-            f"{option} is {quoted_path(folder)}, but its lock {shown(path)} cannot be written ({cause(error)}); "
-            "make room there, or give another folder"
-        ) from None
+        raise _unwritable(option, folder, f"lock {shown(path)}", error) from None
 
 
 class PlainFormatter(logging.Formatter):
@@ -118,7 +115,7 @@ def keep_log(folder: str) -> None:
         try:
             file = logging.FileHandler(Path(folder) / LOG, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            raise _unwritable(folder, LOG, error) from None
+            raise _unwritable("job.dump_folder", folder, LOG, error) from None
         file.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
         root = logging.getLogger()
         for earlier in [handler for handler in root.handlers if isinstance(handler.formatter, PlainFormatter)]:
@@ -129,10 +126,10 @@ def keep_log(folder: str) -> None:
     on_first_rank(open_log)
 
 
-def _unwritable(folder: str, name: str, error: OSError) -> ValueError:
+def _unwritable(option: str, folder: str, name: str, error: OSError) -> ValueError:
     return ValueError(
-        f"job.dump_folder is {quoted_path(folder)}, but its {name} cannot be written ({cause(error)}); make room "
-        "there, or give another folder"
+        f"{option} is {quoted_path(folder)}, but its {name} cannot be written ({cause(error)}); make room there, or "
+        "give another folder"
     )
 
 
@@ -150,7 +147,7 @@ def save_config(job_config: Any) -> None:
         try:
             write_whole(Path(folder) / CONFIG, text.encode(errors="backslashreplace"))
         except OSError as error:
-            raise _unwritable(folder, CONFIG, error) from None
+            raise _unwritable("job.dump_folder", folder, CONFIG, error) from None
 
     on_first_rank(write)
 
