@@ -12,7 +12,6 @@ from torchtitan_magi.sizing.keeping.kinds import AUTO, OF_MODE, as_option, in_wo
 from torchtitan_magi.sizing.memory import GIB, describe, host_memory, predict, remedies
 from torchtitan_magi.sizing.predicted_run import PredictedRun
 from torchtitan_magi.sizing.run_setup import Setup
-from torchtitan_magi.sizing.strategies.table import counted
 from torchtitan_magi.wording import amount
 
 WIDTH = 120
@@ -76,7 +75,7 @@ def verdict(answer: Answer) -> list[str]:
         fits += f"{run.place.host / GIB:.0f} are taken to be there."
     else:
         fits = f"Just fits: {taken} on {where}; a prediction is off by up to 8%."
-    packs = counted(setup.packs_per_step, "pack")
+    packs = amount(setup.packs_per_step, "pack")
     step = f"A step of {packs} ({run.tokens:,.0f} tokens) takes {_seconds(run.time.total)} s: "
     step += (
         f"{run.tokens_per_second:,.0f} tokens/s per GPU, MFU {run.mfu:.0%}, attention at {run.efficiency:.0%} of ideal."
@@ -100,7 +99,7 @@ def _sharing(answer: Answer) -> Iterator[str]:
 def _length(answer: Answer) -> str:
     if answer.steps is None or answer.hours is None:
         return "How many steps magi.epochs comes to, the data will say."
-    text = f"{counted(answer.steps, 'step')} = {_hours(answer.hours)}"
+    text = f"{amount(answer.steps, 'step')} = {_hours(answer.hours)}"
     return text + (f"; {amount(answer.epochs, 'epoch')}." if answer.epochs else ".")
 
 
@@ -151,7 +150,7 @@ def memory_lines(setups: list[Setup]) -> list[str]:
         by_mode = (predict(replace(setup, checkpointing=mode, every=0)).total / GIB for mode in OF_MODE)
         cells = "  ".join(f"{gib:{len(mode)}.0f}" for mode, gib in zip(OF_MODE, by_mode, strict=True))
         lines.append(f"{setup.cp:4}  {setup.tokens:9,}  {cells}")
-    own = (". ".join([f"{counted(setup.cp, 'GPU')}: {describe(predict(setup))}", *_keeping(setup)]) for setup in setups)
+    own = (". ".join([f"{amount(setup.cp, 'GPU')}: {describe(predict(setup))}", *_keeping(setup)]) for setup in setups)
     return [*lines, "", *(textwrap.fill(text, WIDTH) for text in own)]
 
 

@@ -13,6 +13,7 @@ from torchtitan_magi.data.inspection.spelling import Part, Speller
 from torchtitan_magi.data.records.formats import ROLES
 from torchtitan_magi.data.records.rollout_format import OF_ANSWER
 from torchtitan_magi.data.tokens.chat import ChatTokenizer
+from torchtitan_magi.wording import amount
 
 Level = Literal["wrong", "look", "note"]
 Found = tuple[str, str]  # (kind, detail)
@@ -223,16 +224,11 @@ def _others(values: dict[str, Any], known: Sequence[str], where: str) -> Iterato
 
 def say(kind: str, detail: str, count: int, total: int) -> str:
     """The line for `count` of `total` records; for what the template does to every conversation if count is 0."""
-    records = "every conversation" if not count else f"{'all ' if count == total > 1 else ''}{counted(count)}"
+    records = "every conversation" if not count else f"{'all ' if count == total > 1 else ''}{amount(count, 'record')}"
     if 0 < count < total:
         records += f" of {total:,} ({_percent(count / total)})"
     verb = {"refused": " are" if count > 1 else " is", "text": " are" if count > 1 else " is"}.get(kind, "")
     return KINDS[kind][1].format(records=records + verb, detail=detail)
-
-
-def counted(count: int) -> str:
-    """The number in words: "1 record", "2 records"."""
-    return f"{count:,} record{'s' if count != 1 else ''}"
 
 
 def _percent(share: float) -> str:

@@ -22,8 +22,8 @@ from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.planning.timeline import Timeline
 from torchtitan_magi.sizing.strategies.outcomes import transfer_matrix
 from torchtitan_magi.sizing.strategies.size import OURS, SizedPack, Sizing
-from torchtitan_magi.sizing.strategies.table import COLUMNS, counted, headline, notes, setting
-from torchtitan_magi.wording import shown
+from torchtitan_magi.sizing.strategies.table import COLUMNS, headline, notes, setting
+from torchtitan_magi.wording import amount, shown
 
 Image = npt.NDArray[np.float64]
 
@@ -266,7 +266,7 @@ def draw_strategies(axes: Axes, sizing: Sizing) -> None:
     axes.axvline(ideal, **IDEAL)
     axes.set_yticks(range(len(rows)), [row["strategy"] for row in rows], fontsize=10, color=INK)
     axes.tick_params(axis="y", length=0)
-    label = f"ms per layer, forward and backward (mean of {counted(len(sizing.packs), 'pack')})"
+    label = f"ms per layer, forward and backward (mean of {amount(len(sizing.packs), 'pack')})"
     axes.set(xlabel=label, xlim=(0, 1.17 * longest), ylim=(len(rows) - 0.5, -0.6))
     axes.set_title("How long: all strategies, by the same cost model", pad=24)
     colors = directions | {"communication not hidden": CAST}

@@ -9,7 +9,7 @@ from torchtitan_magi.planning.cost_model import FloatArray
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS
 from torchtitan_magi.sizing.strategies.outcomes import DESCRIPTIONS, why_not
 from torchtitan_magi.sizing.strategies.size import OURS, SizedPack, Sizing
-from torchtitan_magi.wording import shown
+from torchtitan_magi.wording import amount, shown
 
 HIDDEN = 0.02  # communication counts as hidden if no more than this fraction of the time is exposed
 
@@ -35,7 +35,7 @@ def headline(sizing: Sizing) -> str:
     plan, rows = sizing.first, sizing.summary()
     ours, others = rows[0], rows[1:]
     nodes = plan.work.num_nodes
-    place = counted(plan.cp_size, "GPU") + (f" in {nodes} nodes" if nodes > 1 else "")
+    place = amount(plan.cp_size, "GPU") + (f" in {nodes} nodes" if nodes > 1 else "")
     exposed, rest = ours["exposed_share"], 1 - ours["efficiency"] - ours["exposed_share"]
     clauses = [f"{place}: {ours['efficiency']:.0%} of ideal (worst pack {ours['efficiency_worst']:.0%})"]
     if exposed <= HIDDEN:
@@ -60,25 +60,20 @@ def headline(sizing: Sizing) -> str:
     return " ".join(lines)
 
 
-def counted(count: int, noun: str) -> str:
-    """'1 pack', '2 packs'."""
-    return f"{count:,} {noun}{'s' if count != 1 else ''}"
-
-
 def setting(sizing: Sizing) -> list[str]:
     """Two lines that say what was sized: layout and heads, packs and documents."""
     plan, heads = sizing.first, sizing.first.heads
-    layout = f"{counted(plan.cp_size, 'GPU')}, {plan.gpus_per_node} per node"
+    layout = f"{amount(plan.cp_size, 'GPU')}, {plan.gpus_per_node} per node"
     counts = [len(pack.case.documents) for pack in sizing.packs]
     fill = sum(int(pack.case.documents.sum()) for pack in sizing.packs) / (sizing.total * len(counts))
     longest = max(int(pack.case.documents.max(initial=0)) for pack in sizing.packs)
     what = f" ({DISTRIBUTIONS[sizing.source]})" if sizing.source in DISTRIBUTIONS else ""
-    documents = counted(round(np.mean(counts)), sizing.packs[0].case.kind)
+    documents = amount(round(np.mean(counts)), sizing.packs[0].case.kind)
     dims = "/".join(map(str, dict.fromkeys(heads.dims)))
     return [
         f"{layout}; packs of {sizing.total:,} tokens, T = {plan.tokens_per_rank:,} on each GPU; "
         f"heads {heads.num_heads_q}:{heads.num_heads_kv}, head_dim {dims}, 16 bits",
-        f"{counted(len(counts), 'pack')} of {shown(sizing.source)}{what}: {documents} in one, "
+        f"{amount(len(counts), 'pack')} of {shown(sizing.source)}{what}: {documents} in one, "
         f"the longest {longest:,} tokens, {fill:.1%} full",
     ]
 
