@@ -11,7 +11,6 @@ import numpy as np
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.planning.cost_model import CostModel, FloatArray, Heads
-from torchtitan_magi.planning.plan import PlanSpec, plan_afresh
 from torchtitan_magi.sizing.gpus import DETERMINISTIC, FLEX, HOST_MEMORY, Gpu
 from torchtitan_magi.sizing.keeping.choose import MARGIN, MARGIN_OF_EXPERTS, Bound, choose
 from torchtitan_magi.sizing.keeping.kinds import AUTO
@@ -55,12 +54,7 @@ class Place:
         [packs, 2, 2]."""
         node = self.cp_in_node(cp_size, tp_size)
         cases = [Case(pack, total, cp_size, node, heads, self.cost or self.gpu.cost) for pack in self.packs]
-        return np.array([[_planned(case), case.ideal_seconds] for case in cases])
-
-
-def _planned(case: Case) -> FloatArray:
-    plan = plan_afresh(case.slices, PlanSpec(case.total, case.cp_size, -1, case.heads, case.nodes, case.cost))
-    return plan_outcome(case, plan).seconds
+        return np.array([[plan_outcome(case, case.plan()).seconds, case.ideal_seconds] for case in cases])
 
 
 @dataclass(frozen=True)

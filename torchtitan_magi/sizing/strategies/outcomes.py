@@ -18,7 +18,7 @@ from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.choose_stages import choose_stages, equal_stages
 from torchtitan_magi.planning.cost_model import CostModel, FloatArray, Heads, Link
 from torchtitan_magi.planning.needs import parts_of
-from torchtitan_magi.planning.plan import AttnPlan, plan_ownership
+from torchtitan_magi.planning.plan import AttnPlan, PlanSpec, plan_afresh, plan_ownership
 from torchtitan_magi.planning.relays import Spans
 from torchtitan_magi.planning.timeline import Workload, predict
 from torchtitan_magi.planning.topology import Nodes
@@ -72,6 +72,10 @@ class Case:
     def slices(self) -> AttnSlices:
         """The mask of the pack, canonical."""
         return mask_of(self.lengths)
+
+    def plan(self) -> AttnPlan:
+        """Our plan of it, made anew."""
+        return plan_afresh(self.slices, PlanSpec(self.total, self.cp_size, -1, self.heads, self.nodes, self.cost))
 
     @property
     def tokens(self) -> int:

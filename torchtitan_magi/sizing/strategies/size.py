@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
-from torchtitan_magi.planning.plan import AttnPlan, PlanSpec, plan_afresh
+from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.sizing.strategies.outcomes import Case, Outcome, compare, plan_outcome
 
 OURS = "ours"
@@ -121,7 +121,7 @@ def check_layout(total: int, cp_size: int, gpus_per_node: int) -> None:
 def size_pack(case: Case) -> SizedPack:
     """Plans one pack and compares strategies on it."""
     begin = time.process_time()
-    plan = plan_afresh(case.slices, PlanSpec(case.total, case.cp_size, -1, case.heads, case.nodes, case.cost))
+    plan = case.plan()
     _ = plan.ranks[-1].forward, plan.ranks[-1].backward
     plan_ms = 1e3 * (time.process_time() - begin)
     return SizedPack(case, plan, plan_ms, {OURS: plan_outcome(case, plan), **compare(case)})
