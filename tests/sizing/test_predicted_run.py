@@ -28,10 +28,9 @@ from torchtitan_magi.sizing.gpus import (
 from torchtitan_magi.sizing.keeping.kinds import as_option, parse
 from torchtitan_magi.sizing.memory import GIB, predict
 from torchtitan_magi.sizing.predicted_run import Place, _area, expected_largest, faster, predict_run
-from torchtitan_magi.sizing.run_setup import LORA_TARGETS, Setup
+from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import make_packs, pairs_of, sample
 from torchtitan_magi.sizing.step_time import time_of_step
-from torchtitan_magi.training.settings.options import LoRA
 
 RESULTS = ROOT / "benchmarks" / "results"
 CONFIG_FILES = sorted((ROOT / "train_configs").glob("*_*_*.toml"))
@@ -378,10 +377,6 @@ def test_a_flavor_without_a_file_is_named(capsys):
     with pytest.raises(SystemExit):
         command.main([str(ROOT / "train_configs" / "debug.toml")])
     assert "model.flavor is 'debugmodel_varlen_attn', a model of torchtitan's; sizing" in capsys.readouterr().err
-
-
-def test_adapters_are_those_that_training_makes_where_none_are_chosen():
-    assert list(LORA_TARGETS) == LoRA().target_modules
 
 
 def test_nodes_are_those_of_the_run_too(tmp_path, monkeypatch, capsys):

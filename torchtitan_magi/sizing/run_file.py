@@ -13,7 +13,7 @@ from torchtitan_magi.models.model_config import ModelConfig, read_model_config
 from torchtitan_magi.models.published import published_sizes
 from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.sizing.run_setup import Setup, setup_of
-from torchtitan_magi.training.settings.options import DPO, LoRA, Magi, Rollouts
+from torchtitan_magi.training.settings.options import DEFAULT_STEPS, DPO, OUR_DATASETS, LoRA, Magi, Rollouts
 from torchtitan_magi.wording import one_line, quoted, quoted_path, shown, unknown
 
 # options of each section by either torchtitan, and the sections of a file
@@ -115,7 +115,6 @@ def _check_names(table: dict[str, Any], section: str = "") -> None:
 
 
 NO_DATA = "histogram"  # whose documents stand for those of a data set that is not there yet
-DEFAULT_STEPS = 10_000  # torchtitan's
 
 
 def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
@@ -126,7 +125,7 @@ def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
     """
     tp_size = run.read("parallelism.tensor_parallel_degree", 1)
     dataset = run.read("training.dataset", str)
-    if dataset not in ("sft", "dpo", "rollouts"):
+    if dataset not in OUR_DATASETS:
         raise ValueError(f"training.dataset is {quoted(dataset)}; sizing reads 'sft', 'dpo' and 'rollouts'")
     shares = run.read("magi.share_prefixes", False)
     if shares and dataset != "sft":

@@ -19,6 +19,7 @@ from torchtitan_magi.models.pipeline_stages import (
 from torchtitan_magi.models.shapes import Parameters, adapters_of, heads_of_rank, num_moe_layers, parameters_of
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.sizing.keeping.kinds import ALL, AUTO, INPUTS, OF_MODE, Keeping, parse
+from torchtitan_magi.training.settings.options import LoRA
 from torchtitan_magi.wording import quoted
 
 # Gives the value of an option "section.option" of a run. It is also told torchtitan 0.2.2's default, or all values with
@@ -27,11 +28,6 @@ Read = Callable[[str, Any], Any]
 
 FLOAT32 = 4  # bytes
 DTYPES = ("float32", "bfloat16")
-# torchtitan's names of the linear layers that get adapters, where none are chosen
-LORA_TARGETS = (
-    *("wqkv", "wq_a", "wq_b", "wq", "wkv_a", "wkv_b", "wkv", "wk", "wv", "wo"),
-    *("in_proj_qkv", "in_proj_z", "out_proj", "w1", "w2", "w3"),
-)
 BYTES = dict(zip(DTYPES, (FLOAT32, 2), strict=True))  # of an element
 RESHARD = ("default", "always", "never")
 LESS = (1, 0, *range(2, 1000))  # values of an option, the default first
@@ -296,7 +292,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
     schedule = read("parallelism.pipeline_parallel_schedule", "1F1B")
     stage_layers = _read_stage_layers(read, model.num_layers, pp, schedule)
     rank, dataset = read("magi.lora.rank", 0), read("training.dataset", str)
-    targets = tuple(read("magi.lora.target_modules", [*LORA_TARGETS])) if rank else ()
+    targets = tuple(read("magi.lora.target_modules", LoRA().target_modules)) if rank else ()
     if pp > 1:
         check_microbatches(batch, packs, pp, schedule)
         if rank:
