@@ -4,10 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.gpus import needs_hopper
-from support.loopback import Loopback
-from support.recurrence import convolution, plan_of, with_gradients
+from support.recurrence import conv_of_ranks, convolution, of_all_ranks, plan_of, with_gradients
 
-import torchtitan_magi as magi
 from torchtitan_magi.linear import conv_kernels
 
 pytestmark = [pytest.mark.gpu, needs_hopper]
@@ -22,13 +20,7 @@ CASES = {  # document boundaries, and who has each token
 
 
 def of_ranks(plan, x, weight, dout, activation):
-    def rank(mesh):
-        mine = [magi.dispatch(each, plan, mesh) for each in (x, dout)]
-        run = lambda x, w: magi.cp_causal_conv1d(x, w, plan, mesh, activation=activation)  # noqa: E731
-        out, dx, dweight = with_gradients(run, (mine[0], weight), mine[1])
-        return magi.undispatch(out, plan, mesh), magi.undispatch(dx, plan, mesh), dweight
-
-    found = [rank(None)] if plan.cp_size == 1 else Loopback(plan.cp_size).run(rank)
+    found = of_all_ranks(plan, lambda mesh: conv_of_ranks(plan, mesh, x, weight, dout, activation=activation))
     return *found[0][:2], sum(dweight.double() for *_, dweight in found)
 
 

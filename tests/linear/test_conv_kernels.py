@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.loopback import Loopback
-from support.recurrence import convolution, plan_of, with_gradients
+from support.recurrence import conv_of_ranks, convolution, of_all_ranks, plan_of, with_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan_magi as magi
@@ -77,17 +77,11 @@ def test_history_and_its_gradients_come_and_go(case, activation, monkeypatch):
     x, dout = torch.randn(2, plan.total_tokens, 3, generator=generator)
     weight = torch.randn(3, 4, generator=generator)
 
-    def rank(mesh):
-        mine = [magi.dispatch(each, plan, mesh) for each in (x, dout)]
-        run = lambda x, w: magi.cp_causal_conv1d(x, w, plan, mesh, activation=activation)  # noqa: E731
-        out, dx, dweight = with_gradients(run, (mine[0], weight), mine[1])
-        return magi.undispatch(out, plan, mesh), magi.undispatch(dx, plan, mesh), dweight
-
     def plain(x, w):
         out = convolution(x, w, CASES[case][0])
         return F.silu(out) if activation else out
 
-    found = [rank(None)] if plan.cp_size == 1 else Loopback(plan.cp_size).run(rank)
+    found = of_all_ranks(plan, lambda mesh: conv_of_ranks(plan, mesh, x, weight, dout, activation=activation))
     ours = *found[0][:2], sum(dweight for *_, dweight in found)
     torch.testing.assert_close(list(ours), with_gradients(plain, (x, weight), dout))
 

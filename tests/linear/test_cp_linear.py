@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from support.errors import one_line
 from support.loopback import Loopback
 from support.recurrence import (
+    conv_of_ranks,
     convolution,
     flat_ways,
     layer_inputs,
+    of_all_ranks,
     on_trees,
     placements,
     plan_of,
@@ -36,17 +38,6 @@ def delta_rule_of_ranks(plan, mesh, inputs, dout, **options):
     shares = [magi.dispatch(x, plan, mesh) for x in (*inputs, dout)]
     found = with_gradients(lambda *x: magi.cp_gated_delta_rule(*x, plan, mesh, **options), shares[:-1], shares[-1])
     return [magi.undispatch(x, plan, mesh) for x in found]
-
-
-def conv_of_ranks(plan, mesh, x, weight, dout, **options):
-    """out and dx of the whole pack, and this rank's dweight."""
-    x, dout = (magi.dispatch(y, plan, mesh) for y in (x, dout))
-    *found, dweight = with_gradients(lambda x, w: magi.cp_causal_conv1d(x, w, plan, mesh, **options), (x, weight), dout)
-    return [*(magi.undispatch(y, plan, mesh) for y in found), dweight]
-
-
-def of_all_ranks(plan, function):
-    return [function(None)] if plan.cp_size == 1 else Loopback(plan.cp_size).run(function)
 
 
 def conv_inputs(tokens, width, channels=3, dtype=torch.float64):

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from support.loopback import Loopback
 
+import torchtitan_magi as magi
 from torchtitan_magi.masks.builders import tree_causal, varlen_causal
 from torchtitan_magi.planning.plan import plan_ownership
 
@@ -79,6 +81,18 @@ def with_gradients(function, inputs, dout):
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout, allow_unused=True, materialize_grads=True)]
+
+
+def conv_of_ranks(plan, mesh, x, weight, dout, **options):
+    """out and dx of the whole pack, and this rank's dweight."""
+    x, dout = (magi.dispatch(y, plan, mesh) for y in (x, dout))
+    *found, dweight = with_gradients(lambda x, w: magi.cp_causal_conv1d(x, w, plan, mesh, **options), (x, weight), dout)
+    return [*(magi.undispatch(y, plan, mesh) for y in found), dweight]
+
+
+def of_all_ranks(plan, function):
+    """What the function returns on each rank, called with its mesh; with None where there is one rank."""
+    return [function(None)] if plan.cp_size == 1 else Loopback(plan.cp_size).run(function)
 
 
 @st.composite

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.jsonl import write_jsonl
+from support.kept_tokens import flats
 from support.streams import assert_nothing_is_lost, join, resume, take, with_small_blocks
 
 from torchtitan_magi.data import IGNORE_INDEX, PackedPairDataset, PackedSFTDataset, TokenizedDocument, collate_packs
@@ -220,11 +221,6 @@ def test_data_without_common_beginnings_has_the_same_packs(tmp_path):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3)])
 def test_resume_at_any_round_and_degree_continues_the_stream(corpus, before, after):
-    def flats(items):
-        return [
-            [*(np.asarray(value).tolist() for value in inputs.values()), labels.tolist()] for inputs, labels in items
-        ]
-
     options = {"epochs": -1, "window_blocks": 2}
     stream = flats(take(dataset(corpus, **options), 60))
     for rounds in (0, 1, 4, 7, 11):
