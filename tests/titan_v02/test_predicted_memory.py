@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from support.runs import DEBUG_TOML, call, train, watch
+from support.saved_bytes import bytes_saved
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.models.shapes import parameters_of
@@ -51,21 +52,6 @@ def test_a_model_has_as_many_parameters_as_torchtitans():
     assert len(found) == 6
     for flavor, (ours, theirs) in found.items():
         assert ours == theirs, flavor
-
-
-def bytes_saved(module, inputs, not_counted):
-    """Bytes that a module's forward saves for its backward, without the storages of some tensors."""
-    sizes, known = {}, {x.untyped_storage().data_ptr() for x in not_counted}
-
-    def pack(x):
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in known:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        module(*inputs)
-    return sum(sizes.values())
 
 
 CHECKPOINTING = [("llama3", mode) for mode in ("none", "selective", "full")] + [

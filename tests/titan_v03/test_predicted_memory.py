@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.runs import call
+from support.saved_bytes import bytes_saved
 
 from torchtitan_magi.models.model_config import Experts, LinearAttention, ModelConfig, Rope
 from torchtitan_magi.models.shapes import block_of
@@ -58,23 +59,13 @@ def saved_by_blocks():
         block = model_spec("qwen3_5", "hf", model).model.build().bfloat16().layers[str(number)]
         if number == 3:
             block.attn.inner_attention = Attention()
-        known = {x.untyped_storage().data_ptr() for x in (*block.parameters(), *block.buffers(), positions)}
-        sizes = {}
-
-        def pack(x):
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in known:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return x
-
+        not_counted = [*block.parameters(), *block.buffers(), positions]
         if mode != "none":
             block = wrap[mode].Config().build()._wrap_block(block, base_fqn=f"layers.{number}")
         if compiled:
             block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
             block(x, handle, positions)  # compiles
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            block(x, handle, positions)
-        return sum(sizes.values())
+        return bytes_saved(block, (x, handle, positions), not_counted)
 
     return [saved(*case) for case in CASES]
 
