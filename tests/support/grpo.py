@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.hf_loop import STEPS, Training, document, optimizer_of, records
+from support.hf_loop import STEPS, Training, document, optimizer_of, records, step
 from support.hf_models import load_hf
 from torch import Tensor
 from torch.nn import functional
@@ -84,12 +84,8 @@ def train_grpo(
             max_length,
         )  # fmt: skip
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
         training.losses.append(loss.item())
-        training.metrics.append({"grad_norm": norm.item()})
+        training.metrics.append({"grad_norm": step(model, optimizer, schedule)})
     return training
 
 

@@ -71,6 +71,15 @@ def optimizer_of(model: torch.nn.Module) -> tuple[AdamW, LambdaLR]:
     return optimizer, LambdaLR(optimizer, FACTORS.__getitem__)
 
 
+def step(model: torch.nn.Module, optimizer: AdamW, schedule: LambdaLR) -> float:
+    """A step with clipped gradients; their norm before that."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step()
+    return norm.item()
+
+
 def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -97,6 +106,13 @@ def document(tokenizer, record: dict, seq_len: int) -> Document:
     return tokens[: seq_len + 1], mask[: seq_len + 1]
 
 
+def summed_loss(model: torch.nn.Module, tokens: list[int], mask: list[int]) -> torch.Tensor:
+    """Cross-entropy summed over a document's labels."""
+    logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
+    labels = torch.tensor(tokens).masked_fill(torch.tensor(mask) == 0, -100)[1:]
+    return functional.cross_entropy(logits, labels, reduction="sum")
+
+
 def train_sft(folder: Path, path: Path, per: str = "token", seq_len: int = SEQ_LEN, **options: Any) -> Training:
     """The loss: cross-entropy summed over all labels / number of labels, or the mean over documents of their means.
 
@@ -113,16 +129,11 @@ def train_sft(folder: Path, path: Path, per: str = "token", seq_len: int = SEQ_L
         num_labels = sum(sum(mask[1:]) for _, mask in chosen)
         loss = 0.0
         for tokens, mask in chosen:
-            logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
-            labels = torch.tensor(tokens).masked_fill(torch.tensor(mask) == 0, -100)[1:]
             divisor = num_labels if per == "token" else sum(mask[1:]) * len(chosen)
-            part = functional.cross_entropy(logits, labels, reduction="sum") / divisor
+            part = summed_loss(model, tokens, mask) / divisor
             part.backward()
             loss += part.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        step(model, optimizer, schedule)
         training.losses.append(loss)
     return training
 
@@ -130,42 +141,31 @@ def train_sft(folder: Path, path: Path, per: str = "token", seq_len: int = SEQ_L
 # -------------------------------------------------------------------------------------------------------------- DPO
 
 
-def write_pairs(path: Path) -> None:
+def turn(rng: random.Random, role: str, low: int, high: int) -> list[dict]:
+    """A message of ``low`` to ``high`` words."""
+    return [{"role": role, "content": text(rng, rng.randint(low, high))}]
+
+
+@functools.cache
+def pairs_file() -> Path:
     """Preference pairs of which two fit a pack and three do not, so that every step has the same number."""
-    rng = random.Random(3)
-
-    def turn(role: str, low: int, high: int) -> list[dict]:
-        return [{"role": role, "content": text(rng, rng.randint(low, high))}]
-
-    pairs = []
+    rng, pairs = random.Random(3), []
     for _ in range(2 * STEPS * PACKS * PAIRS_PER_PACK):
-        pairs.append({"prompt": turn("user", 18, 26), "chosen": turn("assistant", 28, 38)})
-        pairs[-1]["rejected"] = turn("assistant", 24, 36)
-    write_jsonl(path, pairs)
+        pairs.append({"prompt": turn(rng, "user", 18, 26), "chosen": turn(rng, "assistant", 28, 38)})
+        pairs[-1]["rejected"] = turn(rng, "assistant", 24, 36)
+    write_jsonl(path := Path(new_folder(), "pairs.jsonl"), pairs)
+    return path
 
 
 @functools.cache
 def answers_file(num_answers: int) -> Path:
     """Prompts with so many answers, one of which fills more than half of a pack."""
     rng, words = random.Random(4), 120 // num_answers
-
-    def turn(role: str, low: int, high: int) -> list[dict]:
-        return [{"role": role, "content": text(rng, rng.randint(low, high))}]
-
-    write_jsonl(
-        path := Path(new_folder(), "answers.jsonl"),
-        [
-            scored(turn("user", 18, 26), [turn("assistant", words - 4, words + 4) for _ in range(num_answers)])
-            for _ in range(2 * STEPS * PACKS)
-        ],
-    )
-    return path
-
-
-@functools.cache
-def pairs_file() -> Path:
-    """A file with them."""
-    write_pairs(path := Path(new_folder(), "pairs.jsonl"))
+    groups = []
+    for _ in range(2 * STEPS * PACKS):
+        prompt = turn(rng, "user", 18, 26)
+        groups.append(scored(prompt, [turn(rng, "assistant", words - 4, words + 4) for _ in range(num_answers)]))
+    write_jsonl(path := Path(new_folder(), "answers.jsonl"), groups)
     return path
 
 

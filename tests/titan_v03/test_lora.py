@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.degrees import degree_arguments, num_processes
-from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, SEQ_LEN, document, pairs_file, records
+from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, SEQ_LEN, document, pairs_file, records, summed_loss
 from support.hf_models import KINDS, TEXT_PARTS, edit, hf_arguments, load_hf, make_hf_folder
 from support.marks import marked_long
 from support.runs import TrainingError, corpus, new_folder, train
@@ -173,10 +173,8 @@ def loss_of(model, tokenizer, path):
     total, count = 0.0, 0
     for record in records(path):
         tokens, mask = document(tokenizer, record, SEQ_LEN)
-        labels = torch.tensor(tokens).masked_fill(torch.tensor(mask) == 0, -100)[1:]
-        logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
-        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-        count += int((labels != -100).sum())
+        total += summed_loss(model, tokens, mask).item()
+        count += sum(mask[1:])
     return total / count
 
 

@@ -42,6 +42,12 @@ def flat(per):
     return trained("cp1", "--magi.loss_per", per, shared=False)
 
 
+def assert_trained_alike(run, expected):
+    assert max_relative_difference(run.losses[:1], expected.losses[:1]) < 1e-6
+    assert max_relative_difference(run.grad_norms[:1], expected.grad_norms[:1]) < 1e-6
+    assert difference(run, expected) <= TOLERANCE
+
+
 def test_trees_take_fewer_packs():
     assert packs_per_epoch(True) < 0.6 * packs_per_epoch(False)
 
@@ -53,10 +59,7 @@ CASES += [("cp2_tp2", "document")]
 
 @pytest.mark.parametrize(("name", "per"), CASES)
 def test_losses_and_gradients_are_those_of_flat_packs(name, per):
-    expected, run = flat(per), trained(name, "--magi.loss_per", per, shared=True)
-    assert max_relative_difference(run.losses[:1], expected.losses[:1]) < 1e-6
-    assert max_relative_difference(run.grad_norms[:1], expected.grad_norms[:1]) < 1e-6
-    assert difference(run, expected) <= TOLERANCE
+    assert_trained_alike(trained(name, "--magi.loss_per", per, shared=True), flat(per))
 
 
 @pytest.mark.parametrize("per", ["token", "document"])
@@ -65,9 +68,7 @@ def test_answers_count_as_so_many_records(per):
     expected = trained("cp1", "--magi.loss_per", per, shared=False, path=alone)
     run = trained("cp2", "--magi.loss_per", per, shared=True, path=whole)
     assert packs_per_epoch(True, whole) < packs_per_epoch(False, alone)
-    assert max_relative_difference(run.losses[:1], expected.losses[:1]) < 1e-6
-    assert max_relative_difference(run.grad_norms[:1], expected.grad_norms[:1]) < 1e-6
-    assert difference(run, expected) <= TOLERANCE
+    assert_trained_alike(run, expected)
 
 
 def test_a_run_says_what_it_saves_and_validates_on_trees(tmp_path):
