@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 import weakref
 from dataclasses import replace
 from unittest import mock
@@ -256,6 +257,20 @@ def disagree_on_rank(odd_rank, other_tokens):
 def test_ranks_with_different_data_are_named(pool, other_tokens):
     for message in pool.run(disagree_on_rank, 1, other_tokens):
         assert message.startswith("microbatch 2: ranks [1] have other documents")
+
+
+def gather_on_rank():
+    """What two gathers bring, by a collective whose name torch keeps: a deprecated one is a warning in each run."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows, agreement = torch.empty(size, 1), PlanAgreement(list(range(size)), [rank])
+    with warnings.catch_warnings(action="error", category=FutureWarning):
+        process_group_transport(dist.group.WORLD).all_gather(rows, torch.full((1, 1), float(rank)))
+        return rows.flatten().tolist(), agreement._of_all_ranks((rank, 7))
+
+
+def test_gathers_call_nothing_deprecated(pool):
+    ranks = range(pool.size)
+    assert pool.run(gather_on_rank) == [([*ranks], [[rank, rank, 7] for rank in ranks])] * len(ranks)
 
 
 def agree_on_rank(data_rank):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from torchtitan_magi.exchange.transport import gathered
+from torchtitan_magi.exchange.transport import all_gather_single, gathered
 from torchtitan_magi.planning.plan import AttnPlan
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,6 @@ class PlanAgreement:
             raise RuntimeError("the group has ended")
         everyone = torch.empty(len(self.ranks), 3, dtype=torch.int64, device="cpu")
         own = torch.tensor([[self.first_cp_rank, *mine]], device="cpu")
-        dist.all_gather_into_tensor(everyone, own, group=group)
+        all_gather_single(everyone, own, group=group)
         values: list[list[int]] = everyone.tolist()
         return values

@@ -14,6 +14,8 @@ from torchtitan_magi.planning.stage import Exchange
 T = TypeVar("T")
 Channel = Literal["cast", "reduce"]
 
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+
 
 def gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     """The value of each rank of a group, by rank; None: of this rank alone. A collective of these."""
@@ -110,7 +112,7 @@ class ProcessGroupTransport:
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         """As ``Transport`` has it."""
-        dist.all_gather_into_tensor(output, input, group=self.group("cast"))
+        all_gather_single(output, input, group=self.group("cast"))
 
 
 class SingleRank:
