@@ -26,9 +26,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_magi.training.process.error_file import is_message, recorded
+from torchtitan_magi.training.process.noise import leave_out_noise
 from torchtitan_magi.wording import quoted
 
 if TYPE_CHECKING:
@@ -60,11 +61,10 @@ def open_trainer(arguments: Sequence[str]) -> "Iterator[RolloutTrainer]":
         )
     import torch.distributed as dist
 
-    from torchtitan_magi.titan import adapter
     from torchtitan_magi.training.process.last_line import LAST_LINE
     from torchtitan_magi.training.rollout_trainer import RolloutTrainer
 
-    trainer = importlib.import_module(f"{adapter.__name__}.trainer").build(list(arguments))
+    trainer = _trainer_module().build(list(arguments))
     try:
         with trainer.given_steps() as train_on:
             yield RolloutTrainer(trainer, train_on)
@@ -74,15 +74,21 @@ def open_trainer(arguments: Sequence[str]) -> "Iterator[RolloutTrainer]":
     LAST_LINE.tell()
 
 
+def _trainer_module() -> Any:
+    """``trainer`` of the adapter, for a run whose log has no noise."""
+    from torchtitan_magi.titan import adapter
+
+    leave_out_noise()
+    return importlib.import_module(f"{adapter.__name__}.trainer")
+
+
 @recorded  # so that torchrun says last what went wrong, whatever it is
 def main() -> None:
     """Trains as the command line says."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its former name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less is lost between blocks
 
-    from torchtitan_magi.titan import adapter
-
-    importlib.import_module(f"{adapter.__name__}.trainer").main()
+    _trainer_module().main()
 
 
 if __name__ == "__main__":

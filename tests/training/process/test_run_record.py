@@ -10,6 +10,8 @@ from support.adapter import read_job
 from support.parity import trained_anew
 from support.runs import DEBUG_TOML, call, new_folder
 
+from torchtitan_magi.train import _trainer_module
+from torchtitan_magi.training.process.noise import NOISE, is_worth_a_line
 from torchtitan_magi.training.process.run_folder import CONFIG, LOG, keep_log, save_config, toml_lines
 
 OPTIONS = [
@@ -63,6 +65,18 @@ def test_the_log_of_rank_0_is_kept_and_continued():
     assert text.count("INFO step: 1/2  loss: ") == text.count("INFO step: 2/2  loss: ") == 2
     assert "\x1b" not in text
     assert tomllib.loads((Path(folder) / CONFIG).read_text())["training"]["steps"] == 2
+
+
+def test_a_log_has_nothing_that_others_say_in_every_run(caplog):
+    _trainer_module()
+    root = logging.getLogger()
+    assert is_worth_a_line in root.filters
+    try:
+        for words in (*NOISE, "Training starts"):
+            root.warning(f"{words} at step 1")
+    finally:
+        root.removeFilter(is_worth_a_line)
+    assert caplog.messages == ["Training starts at step 1"]
 
 
 def test_the_log_of_a_new_folder_and_one_that_cannot_be_written(tmp_path, monkeypatch):
