@@ -266,6 +266,34 @@ def convert_the_output_layer(name):
     LogprobModel(SimpleNamespace(**{name: Float8Linear(2, 3, bias=False)}))
 
 
+def returned_and_logprobs():
+    """Whether what a model returns to the hooks around it is a view, and the shape of its log-probabilities."""
+    from types import SimpleNamespace
+
+    import torch
+    from torch import nn
+
+    from torchtitan_magi.training.objectives.logprob_model import LogprobModel
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.lm_head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+
+        def forward(self, tokens):
+            self.returned = self.lm_head(self.embedding(tokens))
+            return self.returned
+
+    model, tokens = Model(), torch.arange(6).view(2, 3)
+    batch = SimpleNamespace(tokens=tokens, labels=tokens, labelled=torch.tensor([0, 4]), model_inputs={})
+    return [(tuple(LogprobModel(model)(batch).shape), model.returned._is_view())]
+
+
+def test_a_model_returns_no_view():
+    """FSDP2 warns of one in each run, as if gradients could be wrong."""
+    assert call(returned_and_logprobs) == [((2, 3), False)]
+
+
 def test_a_converted_output_layer_is_refused():
     """By the option that keeps it plain in the torchtitan whose name it has."""
     for_0_2, for_0_3 = call(value_errors, convert_the_output_layer, [("output",), ("lm_head",)])

@@ -62,9 +62,9 @@ class LogprobModel:
         def logprobs(hidden: Tensor, weight: Tensor, group: Group) -> Tensor:
             hidden, some = hidden.index_select(0, labelled), targets.flatten().index_select(0, labelled)
             values = token_logprobs(hidden, weight, some, group, compiled=self.compiled, cap=self.cap)
-            return values.new_zeros(targets.numel()).index_copy(0, labelled, values).view(targets.shape)
+            return values.new_zeros(targets.numel()).index_copy(0, labelled, values)
 
-        return self._run(logprobs, batch)
+        return self._run(logprobs, batch).view(targets.shape)  # here: FSDP2 warns of views among a module's outputs
 
     def summed(self, batch: LocalBatch, scale: Tensor | None, kept: Tensor | None = None) -> Tensor:
         """The sum of log-probabilities, each times its ``scale`` (float [b, s], no gradient) if given; float32, 0-d.
