@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains on the nodes of a Slurm job, from the folder of this checkout:
-#   sbatch --nodes 8 scripts/slurm.sh CONFIG.toml [torchtitan overrides such as --training.steps 100]
+#   sbatch --nodes 8 scripts/slurm.sh FILE.toml [--SECTION.OPTION VALUE ...]
 # Not run on hardware. Options of sbatch go before the script; add --partition and --account if your cluster asks for them.
 #SBATCH --job-name=torchtitan_magi
 #SBATCH --nodes=2
@@ -10,7 +10,7 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
-config=${1:?"no TOML file; use sbatch scripts/slurm.sh CONFIG.toml [torchtitan overrides ...]"}
+config=${1:?"no TOML file; use sbatch scripts/slurm.sh FILE.toml [--SECTION.OPTION VALUE ...]"}
 shift
 if [[ -f .venv/bin/activate ]]; then # made by train.sh; else the environment of the shell that called sbatch
     source .venv/bin/activate

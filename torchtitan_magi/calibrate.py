@@ -7,7 +7,7 @@ keeps the shipped value.
 
 examples:
   torchrun --standalone --nproc-per-node 8 -m torchtitan_magi.calibrate --output cost.json
-  python -m torchtitan_magi.calibrate --fit benchmarks/results/kernel_h200.json
+  torchtitan-magi calibrate --fit benchmarks/results/kernel_h200.json
 """
 
 # The scripts that time things take their clock, their start and the facts beside their figures from here.

@@ -1,9 +1,20 @@
-"""Starts torchtitan for a TOML file with as many processes as its parallel degrees multiply to.
+"""Trains as a TOML file says, on this machine, with as many processes as its parallel degrees multiply to.
 
-    torchtitan-magi train config.toml [torchtitan overrides ...]
+usage: torchtitan-magi train FILE.toml [--SECTION.OPTION VALUE ...]
 
-It does what ``torchrun -m torchtitan_magi.train`` does on this machine, and says last what went wrong first. For
-several machines call torchrun. ``python -m torchtitan_magi.launch`` is the same.
+It runs on the CPU where there are fewer GPUs than processes. A run that is
+started again continues from its last checkpoint. The last line says why a run
+failed. Several machines train by torchrun -m torchtitan_magi.train.
+
+example:
+  torchtitan-magi train my.toml --training.steps 100
+
+options:
+  --SECTION.OPTION VALUE    any option, instead of its value in the file;
+                            true and false are --SECTION.OPTION and
+                            --SECTION.no-OPTION
+  -h, --help                this text; after FILE.toml, every option with
+                            its value in that file
 """
 
 # It imports nothing of the package: scripts/train.sh runs this file by its path. Of texts of ranks it keeps the first
@@ -201,7 +212,9 @@ def start() -> None:
         return
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         program = Path(sys.argv[0]).name
-        sys.exit(f"no TOML file; use {program} CONFIG.toml [torchtitan overrides ...], as in train_configs/debug.toml")
+        sys.exit(
+            f"no TOML file; use {program} FILE.toml [--SECTION.OPTION VALUE ...], see torchtitan-magi configs list"
+        )
     path, *arguments = sys.argv[1:]
     try:
         config = read(Path(path))

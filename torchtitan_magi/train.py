@@ -1,4 +1,4 @@
-"""Trains as a TOML file says: packed SFT or DPO under varlen context parallelism.
+"""Trains as a TOML file says: packed SFT, DPO or rollouts under varlen context parallelism.
 
 usage: torchrun --nproc-per-node GPUS -m torchtitan_magi.train --job.config_file FILE [--SECTION.OPTION VALUE ...]
 

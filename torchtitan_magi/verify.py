@@ -7,9 +7,9 @@ With --generate the folders are exports, or adapters of LoRA: each model is
 loaded by transformers, asked the question, and says whether it stops by itself.
 
 examples:
-  python -m torchtitan_magi.verify outputs/checkpoint/step-*
-  python -m torchtitan_magi.verify outputs/checkpoint/step-1000 --generate
-  python -m torchtitan_magi.verify outputs/checkpoint/step-1000 --generate "Why is the sky blue?"
+  torchtitan-magi verify outputs/checkpoint/step-*
+  torchtitan-magi verify outputs/checkpoint/step-1000 --generate
+  torchtitan-magi verify outputs/checkpoint/step-1000 --generate "Why is the sky blue?"
 """
 
 import sys

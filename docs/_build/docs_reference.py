@@ -127,7 +127,7 @@ def recipes() -> str:
 
 # ------------------------------------------------------------------------------------------------------------ commands
 
-MODULES = ("train", "data", "report", "verify", "calibrate", "commands.configs")
+COMMANDS = ("configs", "data", "size", "train", "verify", "calibrate")  # of torchtitan-magi
 SCRIPTS = ("scripts", "benchmarks", "docs/_build", "tests/long")
 SHELL = ("train.sh", "test.sh", "test_gpu.sh")
 COLUMNS = 100  # characters
@@ -135,17 +135,23 @@ COLUMNS = 100  # characters
 
 def commands() -> str:
     """What each command prints for --help."""
-    helps = {"torchtitan-magi": functools.partial(module_help, "__main__")}
-    helps |= {f"python -m torchtitan_magi.{name}": functools.partial(module_help, name) for name in MODULES}
+    from torchtitan_magi import __main__ as front
+
+    helps: dict[str, Callable[[], str]] = {"torchtitan-magi": lambda: front.__doc__}
+    helps |= {f"torchtitan-magi {name}": functools.partial(command_help, name) for name in COMMANDS}
+    helps["torchrun -m torchtitan_magi.train"] = functools.partial(command_help, "train", "train")
     helps |= {f"./scripts/{name}": functools.partial(shell_help, name) for name in SHELL}
     return "\n\n".join(f"## {command}\n\n```text\n{text().strip()}\n```" for command, text in helps.items())
 
 
-def module_help(name: str) -> str:
-    module, printed = f"torchtitan_magi.{name}", io.StringIO()
+def command_help(name: str, module: str = "") -> str:
+    """Of ``torchtitan-magi NAME``, or of another module."""
+    from torchtitan_magi.__main__ import MODULES
+
+    module, printed = f"torchtitan_magi.{module or MODULES[name]}", io.StringIO()
     with (
         mock.patch.dict(os.environ, COLUMNS=str(COLUMNS)),
-        mock.patch.object(sys, "argv", [name, "--help"]),
+        mock.patch.object(sys, "argv", [f"torchtitan-magi {name}", "--help"]),
         contextlib.redirect_stdout(printed),
         contextlib.suppress(SystemExit),
         warnings.catch_warnings(action="ignore"),  # runpy's, of a module that others have imported

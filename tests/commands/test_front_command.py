@@ -38,9 +38,8 @@ def test_each_command_is_found_and_has_its_name(name, capsys):
 
 
 def test_train_is_the_launcher(capsys):
-    assert call("train") == "no TOML file; use torchtitan-magi train CONFIG.toml [torchtitan overrides ...], as in " + (
-        "train_configs/debug.toml"
-    )
+    use = "torchtitan-magi train FILE.toml [--SECTION.OPTION VALUE ...]"
+    assert call("train") == f"no TOML file; use {use}, see torchtitan-magi configs list"
     remedy = "give a TOML file as in train_configs/"
     assert call("train", "nowhere.toml") == f"nowhere.toml: it cannot be read (No such file or directory); {remedy}"
     assert call("train", "a" * 300).endswith(f": it cannot be read (File name too long); {remedy}")

@@ -125,7 +125,7 @@ def test_a_file_that_cannot_run_ends_in_one_line(tmp_path, text, message):
 @pytest.mark.parametrize("program", [BY_PATH, ("-m", "torchtitan_magi.launch")])
 def test_no_argument_ends_in_one_line(program):
     (line,) = failed_launch(program=program)
-    assert line.startswith("no TOML file; use launch.py CONFIG.toml")
+    assert line.startswith("no TOML file; use launch.py FILE.toml")
 
 
 TORCH = "class cuda:\n    def device_count(): return 0\n"

@@ -54,7 +54,7 @@ def test_a_job_without_a_file_ends_with_the_remedy(tmp_path):
     ended = submitted(tmp_path)
     assert ended.returncode != 0
     assert ended.stderr.strip().endswith(
-        "no TOML file; use sbatch scripts/slurm.sh CONFIG.toml [torchtitan overrides ...]"
+        "no TOML file; use sbatch scripts/slurm.sh FILE.toml [--SECTION.OPTION VALUE ...]"
     )
 
 

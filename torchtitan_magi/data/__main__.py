@@ -4,7 +4,7 @@ Prints some records with what is learned in colour, the lengths of each source,
 and what looks wrong. No GPU is needed.
 
 example:
-  python -m torchtitan_magi.data data/conversations.jsonl \\
+  torchtitan-magi data data/conversations.jsonl \\
       --tokenizer assets/hf/Llama-3.1-8B-Instruct --seq-len 8192
 """
 

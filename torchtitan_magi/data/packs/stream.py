@@ -310,7 +310,7 @@ class PackStream:
                 continue
             self.said.add(note)
             if len(self.said) > _MAX_NOTES_LOGGED:
-                logger.warning("the chat template leaves out more things; python -m torchtitan_magi.data shows them")
+                logger.warning("the chat template leaves out more things; torchtitan-magi data shows them")
                 continue
             text = "%s, in %s of the %s records read so far, such as %s"
             logger.warning(text, note, f"{number:,}", f"{so_far.num_records:,}", self.records.where(record))
