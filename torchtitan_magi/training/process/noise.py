@@ -16,7 +16,7 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
 
 
 def leave_out_noise() -> None:
-    """Of torchtitan's logger, which is the root, and of torch's warnings, in this process from now on."""
+    """Silences it in this process: in torchtitan's logger, which is the root, and among torch's warnings."""
     logging.getLogger().addFilter(is_worth_a_line)
     # torchtitan calls it where a run resumes
     warnings.filterwarnings("ignore", "To get the last learning rate computed by the scheduler", UserWarning)
