@@ -5,21 +5,35 @@ import logging
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from support.adapter import read_job
 from support.errors import one_line
+from support.runs import DEBUG_TOML, call
 
 from torchtitan_magi.models.model_config import ModelConfig, Rope
-from torchtitan_magi.training.checkpoints.export import add_config, export, exported_files, read_files
+from torchtitan_magi.training.checkpoints.export import add_config, export, read_files
+from torchtitan_magi.training.settings.values import check_values
 
 
-def test_an_export_of_more_than_weights_is_refused_before_the_first_step():
-    checkpoint = SimpleNamespace(enable=True, last_save_in_hf=True, last_save_model_only=False)
-    job_config = SimpleNamespace(model=SimpleNamespace(hf_assets_path="model"), checkpoint=checkpoint)
-    with pytest.raises(ValueError, match=r"last_save_in_hf is true, but .*last_save_model_only is false; set that"):
-        exported_files(job_config, None, None)
+def said_of(*options):
+    """The error of a run with these options, in words of ours though torchtitan has some of its own."""
+    with pytest.raises(ValueError) as error:
+        check_values(read_job(DEBUG_TOML, "--checkpoint.enable", *options))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "other", "remedy"),
+    [
+        ("last_save_in_hf", "last_save_model_only", "set that to true, too"),
+        ("initial_load_in_hf", "initial_load_model_only", "leave that out"),
+    ],
+)
+def test_more_than_weights_in_safetensors_is_refused_before_the_first_step(option, other, remedy):
+    message = call(said_of, f"--checkpoint.{option}", f"--checkpoint.no-{other}")
+    assert message.startswith(f"checkpoint.{option} is true, but checkpoint.{other} is false; {remedy}")
 
 
 def test_a_folder_gives_what_transformers_reads_and_nothing_else(tmp_path):

@@ -49,11 +49,6 @@ def exported_files(job_config: Any, config: ModelConfig, tokenizer: Any) -> dict
     folder, checkpoint = job_config.model.hf_assets_path, job_config.checkpoint
     if not (checkpoint.enable and checkpoint.last_save_in_hf):
         return {}
-    if not checkpoint.last_save_model_only:  # torchtitan would fail after the last step
-        raise ValueError(
-            "checkpoint.last_save_in_hf is true, but checkpoint.last_save_model_only is false; set that to true, too: "
-            "an export has weights only"
-        )
 
     def read() -> dict[str, bytes]:
         files = read_files(folder)

@@ -208,6 +208,17 @@ def check_values(job_config: Any) -> None:
     for option, choices in CHOICES.items():
         if (value := value_of(job_config, option)) not in (*choices, None):
             raise ValueError(f"{option} is {quoted(value)}; use one of {', '.join(map(repr, choices))}")
+    checkpoint = job_config.checkpoint
+    if checkpoint.enable and checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
+        raise ValueError(
+            "checkpoint.last_save_in_hf is true, but checkpoint.last_save_model_only is false; set that to true, too: "
+            "an export has weights only"
+        )
+    if checkpoint.enable and checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        raise ValueError(
+            "checkpoint.initial_load_in_hf is true, but checkpoint.initial_load_model_only is false; leave that out: "
+            "safetensors hold weights only"
+        )
     if (communicates := job_config.comm.mode) != "default":  # else each rank would train by itself
         raise ValueError(
             f"comm.mode is {quoted(communicates)}, but here ranks exchange rows, by NCCL or gloo; leave it out"
