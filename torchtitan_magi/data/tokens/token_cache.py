@@ -26,7 +26,7 @@ from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.tokens.token_writer import Job, unusable, write
 from torchtitan_magi.files import Waiting, cache_folder, open_lock, sign_lock, take_lock
-from torchtitan_magi.wording import quoted_path, shown
+from torchtitan_magi.wording import amount, quoted_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ class _Writer:
         self.process = guard.start(write, job, **options)
         with suppress(OSError):  # a full disk
             sign_lock(lock.fileno(), self.process.pid)
-        logger.info("tokenizing %s blocks of records with %d processes", f"{len(job.items):,}", job.num_workers)
+        logger.info("tokenizing %s of records; processes: %d", amount(len(job.items), "block"), job.num_workers)
 
     def is_running(self) -> bool:
         """Raises ValueError with the process's own message if it failed; one that was killed just runs no more."""

@@ -107,7 +107,7 @@ class RunLength:
         if saved and saved != now:
             logger.warning(
                 f"From step {step + 1} on the learning rate follows {_schedule(now)}, before it followed "
-                f"{_schedule(saved)}; set training.steps and lr_scheduler.warmup_steps to those to have it go on"
+                f"{_schedule(saved)}; to keep it, set training.steps and lr_scheduler.warmup_steps to these"
             )
         if now != before:
             logger.info(f"The data end after step {self.sections.training.steps:,}")
@@ -199,7 +199,7 @@ class RunLength:
         epoch = (round(passes.per_epoch), "pack"), (passes.per_epoch / self.packs_per_step, "step")
         per_epoch = " and ".join(amount(number, noun) for number, noun in epoch)
         epochs = amount(self._epochs(passes, steps), "epoch")
-        run = f"{amount(steps, 'step')} are {about}{epochs}{f': {text}' if text else ''}"
+        run = f"{amount(steps, 'step')} {'is' if steps == 1 else 'are'} {about}{epochs}{f': {text}' if text else ''}"
         if is_first_rank():
             logger.log(level, f"The data are {about}{per_epoch} per epoch; {run}")
             if self.loader.dataset.options.share_prefixes:
