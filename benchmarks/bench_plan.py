@@ -36,6 +36,7 @@ from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.backends.interface import StageMask
 from torchtitan_magi.calibrate import facts_of_run
+from torchtitan_magi.commands.parser import count_of_tokens
 from torchtitan_magi.masks.builders import sliding_window, varlen_causal
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, Heads
@@ -43,7 +44,6 @@ from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.plan import PlanSpec, forget_plans, make_plans, plan_afresh
 from torchtitan_magi.planning.topology import Nodes
-from torchtitan_magi.sizing.command import count_of_tokens
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
 from torchtitan_magi.sizing.strategies.outcomes import Case, Owned, contiguous, min_heap, plan_outcome, tile_work
 from torchtitan_magi.sizing.strategies.pack_masks import tokens_and_parents
@@ -371,7 +371,7 @@ def run_wide() -> list[Row]:
 def parse_case(case: str) -> tuple[int, int]:
     """'512k/8' -> tokens of the pack and ranks."""
     total, cp_size = case.split("/")
-    return count_of_tokens(total), int(cp_size)
+    return count_of_tokens(total, "--cases"), int(cp_size)
 
 
 # ------------------------------------------------------------------------------------------------------------- table
