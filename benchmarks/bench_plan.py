@@ -41,7 +41,6 @@ from torchtitan_magi.masks.builders import sliding_window, varlen_causal
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, Heads
 from torchtitan_magi.planning.needs import node_traffic, traffic
-from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.plan import PlanSpec, forget_plans, make_plans, plan_afresh
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
@@ -81,7 +80,8 @@ UNSEEN_HEADS = LLAMA_HEADS, Heads(num_heads_q=32, num_heads_kv=32, head_dim=128)
 
 
 def ours(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
-    return place(slices, num_tokens, cp_size, Nodes.of(GPUS_PER_NODE, cp_size))
+    spec = PlanSpec(num_tokens, cp_size, -1, LLAMA_HEADS, Nodes.of(GPUS_PER_NODE, cp_size), H200)
+    return plan_afresh(slices, spec).routes.owned
 
 
 def zigzag(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:

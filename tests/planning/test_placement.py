@@ -9,14 +9,22 @@ from support.masks import dense_mask, document_lengths, square_slice_lists
 
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, Heads
 from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement import nodes as seats
-from torchtitan_magi.planning.placement.place import place
+from torchtitan_magi.planning.plan import PlanSpec, make_plans, plan_afresh, plan_ownership
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.sizing.sample_packs import draw_pack
+from torchtitan_magi.sizing.strategies.outcomes import contiguous
 from torchtitan_magi.sizing.strategies.pack_masks import mask_of
 
 CP_SIZES = st.sampled_from([1, 2, 3, 5, 6, 8, 12])
+
+
+def place(slices, num_tokens, cp_size, nodes=None):
+    """The ranges of each rank in a plan."""
+    spec = PlanSpec(num_tokens, cp_size, -1, LLAMA_HEADS, nodes or Nodes((cp_size,)), H200)
+    return plan_afresh(slices, spec).routes.owned
 
 
 def placed(slices, at_least, cp_size, **options):
@@ -109,7 +117,7 @@ def test_work_is_balanced_and_little_travels(cp_size, seed):
     area, received, sent = traffic(slices, placed(slices, num_tokens, cp_size))
     assert area.max() <= 1.02 * area.mean()
     assert received.mean() <= 0.3 * (cp_size - 1) * 20_000  # an all-gather is cp_size - 1 shares
-    assert sent.max() <= 1.25 * max(received.max(), 2000)
+    assert sent.max() <= 1.35 * max(received.max(), 2000)
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "block", "prompt", "inverse", "shared keys"])
@@ -138,7 +146,7 @@ def test_trees_are_balanced_and_their_common_rows_travel_little(kind, cp_size):
     area, received, sent = traffic(slices, placed(slices, cp_size * 16384, cp_size))
     least = lower_bound_mean(pack, cp_size)
     assert area.max() <= 1.026 * area.mean()
-    assert least <= received.mean() / 16384 <= least + 0.55
+    assert least <= received.mean() / 16384 <= least + 0.7
     assert sent.max() <= 2 * max(received.max(), 8192)
 
 
@@ -194,6 +202,24 @@ def test_ranks_that_share_documents_sit_in_one_node():
     assert max(from_nodes.max(), to_nodes.max()) <= 0.2 * received.mean()
 
 
+@pytest.mark.parametrize(
+    ("length", "window", "cp_size", "gpus_per_node"),
+    [
+        (17_000, None, 8, 8),  # of each document a little is left over, which must not all end on one rank
+        (18_000, None, 6, 4),
+        (5_000, None, 16, 4),
+        (5_000, 4096, 16, 8),
+    ],
+)
+def test_no_slower_than_shares_in_the_order_of_the_pack(length, window, cp_size, gpus_per_node):
+    total, heads, nodes = 16_384 * cp_size, Heads(32, 32, 128), Nodes.of(gpus_per_node, cp_size)
+    slices = sliding_window([*range(0, total, length), total], window or total).canonical()
+    plan = plan_afresh(slices, PlanSpec(total, cp_size, -1, heads, nodes, H200))
+    in_order = plan_ownership(slices, total, contiguous(slices, total, cp_size), -1, heads, nodes)
+    seconds, others = (sum(part.seconds for part in each.predict()) for each in (plan, in_order))
+    assert seconds <= 1.02 * others
+
+
 def test_nodes_do_not_change_what_the_ranks_own():
     num_tokens, cp_size = 65_536, 8
     slices = varlen_causal(real_documents(num_tokens, 1))
@@ -208,8 +234,8 @@ def test_masks_of_several_kinds_of_layers_are_not_merged(monkeypatch):
     merged = AttnSlices(np.concatenate([full.table, window.table])).canonical()
     monkeypatch.setattr("torchtitan_magi.masks.slices._merge_rows", None)
     assert merged == full
-    owned = placed(((full, 1), (window, 1)), 65536, 16, nodes=Nodes.of(8, 16))
-    assert all(map(np.array_equal, owned, placed(((full, 1), (window, 1)), 65536, 16, nodes=Nodes.of(8, 16))))
+    plans = make_plans([full, window], 65536, 16, gpus_per_node=8)
+    assert all(map(np.array_equal, *(plan.routes.owned for plan in plans)))
 
 
 def test_swaps_between_nodes_do_not_grow_with_the_square_of_the_nodes(monkeypatch):

@@ -17,7 +17,7 @@ from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning import stage
 from torchtitan_magi.planning.cost_model import H200
 from torchtitan_magi.planning.needs import node_traffic
-from torchtitan_magi.planning.placement.place import place
+from torchtitan_magi.planning.placement.place import placements
 from torchtitan_magi.planning.plan import forget_plans, make_plan, make_plans
 
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -167,7 +167,9 @@ def test_a_row_crosses_to_a_node_once():
 
 def test_repeated_masks_are_planned_once(monkeypatch):
     placed = []
-    monkeypatch.setattr("torchtitan_magi.planning.plan.place", lambda *args: placed.append(args) or place(*args))
+    monkeypatch.setattr(
+        "torchtitan_magi.planning.plan.placements", lambda *args: placed.append(args) or placements(*args)
+    )
     forget_plans()
     plans = [make_plan(varlen_causal([0, 7, 30]), 30, 2) for _ in range(3)]
     assert len(placed) == len({plan.fingerprint for plan in plans}) == 1

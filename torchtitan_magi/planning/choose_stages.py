@@ -54,7 +54,7 @@ def choose_stages(cost: CostModel, work: Workload, heads: Heads) -> tuple[Spans,
     cuts = [spans for spans in CANDIDATES if not heads.latent or spans[0] == RESIDENT[0]]
     usual = cuts[:1] if work.is_inside_a_node else cuts
     forward = _fastest_that_fits(cost, work, heads, False, usual)
-    return forward, _fastest_that_fits(cost, work, heads, True, [forward, *usual])
+    return forward, _fastest_that_fits(cost, work, heads, True, list(dict.fromkeys([forward, *usual])))
 
 
 def choose_rows(cost: CostModel, work: Workload, heads: Heads, overlap_stages: int) -> tuple[Heads, Spans, Spans]:
@@ -101,6 +101,8 @@ def _fastest_that_fits(cost: CostModel, work: Workload, heads: Heads, backward: 
 
 def _fastest(cost: CostModel, work: Workload, heads: Heads, backward: bool, candidates: list[Spans]) -> Spans:
     """The candidate of the shortest prediction; a later one only if it saves enough for each stage that it has more."""
+    if len(candidates) == 1:
+        return candidates[0]
     best, shortest = candidates[0], math.inf
     for spans in candidates:
         seconds = predict(cost, work, heads, spans, backward).seconds

@@ -136,6 +136,11 @@ class Timeline:
         """Until the last rank is done."""
         return float(self.end.max())
 
+    @property
+    def link_seconds(self) -> float:
+        """How long rows are under way, in all exchanges."""
+        return float(sum((times[:, 1] - times[:, 0]).max(1).sum() for times in (self.casts, self.reduces)))
+
 
 def predict(cost: CostModel, work: Workload, heads: Heads, spans: Spans, backward: bool) -> Timeline:
     """The timeline of one layer: K/V of two stages are under way or in use, dK/dV of a stage return when it has run."""

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from operator import itemgetter
 
 import numpy as np
 
@@ -16,24 +15,25 @@ SWAP_NODES = 16  # that receive least: with whose shares swaps are tried
 
 def seat_in_nodes(
     slices: AttnSlices, document_starts: Int64Array, owned: tuple[Int64Array, ...], nodes: Nodes
-) -> tuple[int, tuple[Int64Array, ...]]:
+) -> tuple[Int64Array, ...]:
     """Reorders the shares, so that few rows cross any rank's network link.
 
     Args:
         document_starts: first tokens of the documents, ascending.
 
     Returns:
-        the most rows that a rank receives from other nodes or sends to them, and the shares in their new order.
+        the shares in their new order.
     """
     reach, held = _documents_of_shares(slices, document_starts, owned)
     seats = [list(range(len(owned))), _by_document(reach, held, nodes)]
     if nodes.have_relays and nodes.are_equal:
         seats.append(_swap_seats(seats[1], reach, held, nodes.sizes[0]))
     candidates = [tuple(owned[share] for share in order) for order in seats]
-    return min(((_most_across(slices, shares, nodes), shares) for shares in candidates), key=itemgetter(0))
+    return min(candidates, key=lambda shares: _most_across(slices, shares, nodes))
 
 
 def _most_across(slices: AttnSlices, owned: tuple[Int64Array, ...], nodes: Nodes) -> int:
+    """The most rows that a rank receives from other nodes, or sends to them."""
     received, sent = node_traffic(slices, owned, nodes)
     return max(int(received.max()), int(sent.max()))
 

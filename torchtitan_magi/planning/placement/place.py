@@ -2,29 +2,28 @@
 
 Documents that fit a rank stay whole; larger ones are spread over few ranks, each with a part of the tail (heavy) and
 one of the front (light, and needed by everyone, so its sending is shared). ``greedy`` places them, ``swaps`` evens out
-the work, ``nodes`` says which rank gets which share.
+the work, ``nodes`` says which rank gets which share. Where work is even in the order of the pack, as with windows or
+documents of one length, shares in this order cut only the documents at their ends. The plan takes the placement that is
+predicted fastest.
 """
 
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Iterator
 
 import numpy as np
 
-from torchtitan_magi.masks.geometry import Int64Array
-from torchtitan_magi.masks.slices import AttnSlices, stacked
-from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads
-from torchtitan_magi.planning.needs import traffic
+from torchtitan_magi.masks.geometry import Int64Array, frozen, joined
+from torchtitan_magi.masks.slices import stacked
 from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
 from torchtitan_magi.planning.placement.nodes import seat_in_nodes
 from torchtitan_magi.planning.placement.profile import Layers, WorkProfile, bundle, documents
+from torchtitan_magi.planning.placement.swaps import even_out
 from torchtitan_magi.planning.topology import Nodes
 
-SEATED = 3  # placements, the best before their ranks are seated in nodes, that are compared once they are
-IMBALANCE = 1.016  # work of the heaviest rank over the mean that a placement may have for the sake of fewer rows
+UNEVEN = 1.5  # work of the heaviest rank over the mean up to which shares in the order of the pack are tried
 
 ALL = float("inf")
-# All of them are tried and the best placement is kept: subsets of 28 recipes that together did best on the packs of
-# the first seeds in benchmarks/results/plan.json.
+# All of them are tried: subsets of 28 recipes that together did best on the packs of the first seeds in
+# benchmarks/results/plan.json.
 FEW_RANKS, MANY_RANKS = 16, 256
 RECIPES_FEW = (
     Recipe(slack=0.01, prefix=1.0, reach=ALL),
@@ -44,37 +43,29 @@ RECIPES_MANY = (
 RECIPES_MOST = (Recipe(slack=0.013, prefix=0.75, reach=ALL),)
 
 
-def place(
-    layers: AttnSlices | Layers,
-    num_tokens: int,
-    cp_size: int,
-    nodes: Nodes | None = None,
-    heads: Heads = LLAMA_HEADS,
-    cost: CostModel = H200,
-) -> tuple[Int64Array, ...]:
-    """Splits the tokens of a pack over the ranks. The same input gives the same placement everywhere.
+def placements(
+    layers: Layers, num_tokens: int, cp_size: int, nodes: Nodes, tile_rows: int
+) -> Iterator[tuple[Int64Array, ...]]:
+    """Ways to split the tokens of a pack over the ranks. The same input gives the same ones everywhere.
 
     Args:
-        layers: the mask over the whole pack; or several, and how many layers have each: then the work of all layers
-            together is balanced, and the rows that travel are those of all layers.
+        layers: the masks over the whole pack, and how many layers have each: the work of all together is balanced.
         num_tokens: tokens of the pack, a multiple of cp_size.
         cp_size: number of ranks.
-        nodes: which ranks sit in which node; ranks that share a document are put in one. None: all are in one.
-        heads, cost: what work and rows that travel cost. Ranks are balanced by tiles of the kernel.
+        nodes: which ranks sit in which node; ranks that share a document are put in one.
+        tile_rows: query tokens per tile of the kernel, by which ranks are balanced.
 
-    Returns:
+    Yields:
         per rank int64 [n, 2]: the half-open token ranges it owns, ascending, adjacent ones joined. Every rank owns
         exactly ``num_tokens / cp_size`` tokens.
     """
     tokens_per_rank = num_tokens // cp_size
-    if tokens_per_rank == 0:
-        return tuple(np.zeros((0, 2), np.int64) for _ in range(cp_size))
-    if cp_size == 1:
-        return (np.array([[0, num_tokens]]),)
-    if isinstance(layers, AttnSlices):
-        layers = ((layers, 1),)
+    in_order = tuple(frozen(np.array([[i, i + 1]]) * tokens_per_rank) for i in range(cp_size))
+    if tokens_per_rank == 0 or cp_size == 1:
+        yield tuple(ranges[:num_tokens] for ranges in in_order)
+        return
     slices = stacked([each for each, _ in layers])  # what attends to what in any layer
-    profile = WorkProfile(layers, num_tokens, heads.tile_rows)
+    profile = WorkProfile(layers, num_tokens, tile_rows)
     gap = -(-tokens_per_rank // 16)
     readings = [documents(slices, num_tokens, gap)]
     is_long = np.diff(readings[0]).max() > tokens_per_rank
@@ -84,22 +75,22 @@ def place(
     recipes = RECIPES_FEW if cp_size <= FEW_RANKS else RECIPES_MANY if cp_size <= MANY_RANKS else RECIPES_MOST
     short = max(1, tokens_per_rank // 128)
     readings = [bundle(stretches, short) for stretches in readings]
-    candidates = []
+
+    def seated(owned: tuple[Int64Array, ...], stretches: Int64Array) -> tuple[Int64Array, ...]:
+        return owned if len(nodes) == 1 else seat_in_nodes(slices, stretches[:, 0], owned, nodes)
+
     mean_work = _expected_work(profile, readings[0], cp_size)
     for recipe in recipes[: -(-len(recipes) // len(readings))]:
         for stretches in readings:
             owned, work = place_documents(profile, stretches, num_tokens, cp_size, recipe, mean_work)
             mean_work = int(work.mean())
-            candidates.append((_seconds(layers, owned, work, heads, cost), owned, stretches))
-    candidates.sort(key=itemgetter(0))
-    if nodes is None or len(nodes) == 1:
-        return candidates[0][1]
-    row_seconds = sum(count for _, count in layers) * heads.row_bytes / cost.across.bandwidth
-    seated = []
-    for seconds, owned, stretches in candidates[:SEATED]:
-        rows, owned = seat_in_nodes(slices, stretches[:, 0], owned, nodes)
-        seated.append((seconds + rows * row_seconds, owned))
-    return min(seated, key=itemgetter(0))[1]
+            yield seated(owned, stretches)
+    work = profile.of_each(*np.concatenate(in_order).T)
+    if work.max() <= UNEVEN * work.mean():
+        yield in_order
+        evened = list(in_order)
+        even_out(profile, evened, int(mean_work * (1 + recipes[0].slack)))
+        yield seated(tuple(joined(*ranges.T) for ranges in evened), readings[-1])
 
 
 def _expected_work(profile: WorkProfile, stretches: Int64Array, cp_size: int) -> int:
@@ -109,12 +100,3 @@ def _expected_work(profile: WorkProfile, stretches: Int64Array, cp_size: int) ->
     keys = work // (stretches[:, 1] - stretches[:, 0])
     cuts = work // mean
     return mean + int((cuts * keys).sum()) * profile.rows_wasted * 7 // (5 * cp_size)
-
-
-def _seconds(layers: Layers, owned: Sequence[Int64Array], work: Int64Array, heads: Heads, cost: CostModel) -> float:
-    """What a placement adds to the time of all layers: work beyond the imbalance allowed, rows that travel."""
-    excess = max(0.0, float(work.max() - work.mean() * IMBALANCE))
-    received, sent = np.sum([np.array(traffic(slices, owned)[1:]) * count for slices, count in layers], 0)
-    rows = max(int(received.max()), int(sent.max())) + int(received.sum()) // len(owned)
-    pair_seconds = cost.forward.pair_seconds(heads) + cost.backward.pair_seconds(heads)
-    return excess * pair_seconds + rows * heads.row_bytes / cost.inside.bandwidth
