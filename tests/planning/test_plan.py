@@ -165,6 +165,13 @@ def test_a_row_crosses_to_a_node_once():
     assert plan.rows_across_nodes.sum() < 0.5 * flat.sum()
 
 
+def test_nothing_is_passed_on_where_nothing_crosses_between_nodes():
+    long, short = (make_plan(varlen_causal(range(0, 8193, 8192 // n)), 8192, 4, 1, gpus_per_node=2) for n in (1, 2))
+    assert short.transfers.size
+    assert not short.rows_across_nodes.any()
+    assert [len(plan.ranks[0].forward[1].exchanges) for plan in (long, short)] == [2, 1]
+
+
 def test_repeated_masks_are_planned_once(monkeypatch):
     placed = []
     monkeypatch.setattr(

@@ -4,6 +4,7 @@ A row that several ranks of another node need crosses to one of the node's ranks
 relays of a node divide its rows evenly, whether they need them or not, so that all network links carry the same.
 """
 
+import functools
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -41,10 +42,11 @@ class Routes:
         """Number of context-parallel ranks."""
         return len(self.owned)
 
-    @property
+    @functools.cached_property
     def has_relays(self) -> bool:
-        """Whether rows pass through relays."""
-        return self.nodes.have_relays
+        """Whether rows pass through relays: where nodes have them, and any row crosses between nodes."""
+        destination, source = self.transfers[:, :2].T
+        return self.nodes.have_relays and bool((self.nodes.node[destination] != self.nodes.node[source]).any())
 
     def hops_concerning(self, rank: int) -> Int64Array:
         """The hops to and from a rank, and with relays those to its node."""
