@@ -176,6 +176,7 @@ def refused_configurations():
     """What is said of arguments of with_magi that are none, and of values in a configuration that it made."""
     from dataclasses import replace
 
+    from torchtitan.hf_datasets.text_datasets import ChatDataLoader, HFDataSource
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     from torchtitan_magi.titan import with_magi
@@ -194,8 +195,10 @@ def refused_configurations():
             ("training", "max_norm", float("nan")),
             ("validator", "freq", 0),
             ("checkpoint", "folder", "s3://b/x"),
+            ("validator", "dataloader", HFDataSource(dataset="sft", weight=2)),
         )
     ]
+    changed.append(replace(made, dataloader=ChatDataLoader.Config(dataset_path="json", sample_processor=print)))
     return said, value_errors(MagiTrainer, [(each,) for each in [*changed, replace(made, dump_folder="/dev/null/x")]])
 
 
@@ -216,6 +219,8 @@ def test_what_with_magi_cannot_make_a_run_of_is_one_line():
             "training.max_norm is nan; use a finite number",
             "validation.freq is 0; use a whole number of at least 1",
             "checkpoint.folder is 's3://b/x', an address; mount what it names",
+            "validator.dataloader is HFDataSource(dataset='sft', ",
+            "dataloader is ChatDataLoader.Config(dataset='', ",
             "job.dump_folder is '/dev/null/x', which cannot be written",
         ),
         strict=True,

@@ -93,10 +93,8 @@ def _model_spec(job: Any) -> Any:
 
 
 def _loader(section: Any, infinite: bool) -> HuggingFaceTextDataLoader.Config:
-    workers = {field.name: getattr(section.dataloader, field.name) for field in fields(Workers)}
-    return HuggingFaceTextDataLoader.Config(
-        dataset=section.dataset, dataset_path=section.dataset_path, infinite=infinite or section.steps != -1, **workers
-    )
+    data = {"dataset": section.dataset, "dataset_path": section.dataset_path} | vars(section.dataloader)
+    return HuggingFaceTextDataLoader.Config(infinite=infinite or section.steps != -1, **data)
 
 
 def _validator(section: Any) -> MagiValidator.Config:
@@ -146,5 +144,5 @@ def job_of(config: Any) -> Any:
 
 def _data(loader: Any) -> dict[str, Any]:
     """What a section says of its data."""
-    values: dict[str, Any] = {field.name: getattr(loader, field.name, field.default) for field in fields(Workers)}
+    values: dict[str, Any] = {field.name: getattr(loader, field.name) for field in fields(Workers)}
     return {"dataset": loader.dataset, "dataset_path": loader.dataset_path, "dataloader": Workers(**values)}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.observability.structured_logger import init_structured_logger
 from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger
@@ -54,7 +54,7 @@ from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.optimizer import check_groups, check_states
 from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.resume import base_of_adapters
-from torchtitan_magi.training.settings.sections import check_gpu_options, check_launcher
+from torchtitan_magi.training.settings.sections import check_gpu_options, check_launcher, check_loaders
 from torchtitan_magi.training.settings.values import check_values
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 
@@ -75,6 +75,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
 
     def __init__(self, config: Config) -> None:
         check_launcher()
+        check_loaders(config, HuggingFaceTextDataLoader.Config)
         self.job_config = job_of(config)
         check_values(self.job_config)
         import_modules(config.magi.imports)

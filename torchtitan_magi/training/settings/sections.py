@@ -118,6 +118,25 @@ def check_replaced(parts: Iterable[Any]) -> None:
             )
 
 
+def check_loaders(config: Any, plain: type) -> None:
+    """Refuses data loaders that are not torchtitan's for text, and those derived from it where our data sets take their
+    place.
+
+    Args:
+        config: of our Trainer.
+        plain: the configuration of torchtitan's loader for text.
+
+    Raises:
+        ValueError: one line that names the loader and the remedy.
+    """
+    for option, loader in (("dataloader", config.dataloader), ("validator.dataloader", config.validator.dataloader)):
+        if not isinstance(loader, plain) or (type(loader) is not plain and loader.dataset in OUR_DATASETS):
+            raise ValueError(
+                f"{option} is {quoted(loader)}, which would not be used; give torchtitan's {plain.__qualname__}"
+                '(dataset="sft", dataset_path="data/conversations.jsonl"), or another of its data sets'
+            )
+
+
 def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool) -> None:
     """Checks the sections by themselves and against each other.
 
