@@ -160,28 +160,38 @@ def test_files_beside_the_models_do_not_count(folder):
 # --------------------------------------------------------------------------------------------------------- tied weights
 
 
-def test_an_output_layer_beside_a_tied_embedding(tmp_path):
+TIED = {"qwen3": "model.embed_tokens.weight", "qwen3_5": "model.language_model.embed_tokens.weight"}  # the embedding
+
+
+def text_of(tensors):
+    """Tensors without those that see pictures."""
+    return {name: tensor for name, tensor in tensors.items() if "visual" not in name}
+
+
+@pytest.mark.parametrize(("kind", "embedding"), TIED.items())
+def test_an_output_layer_beside_a_tied_embedding(kind, embedding, tmp_path):
     """transformers takes it if it is another, and warns."""
-    changed = make_hf_folder("qwen3", tied=True, folder=tmp_path)
+    changed = make_hf_folder(kind, tied=True, folder=tmp_path)
     tensors = tensors_of(changed)
-    output = tensors["model.embed_tokens.weight"].clone()
+    output = tensors[embedding].clone()
     store(changed, tensors | {"lm_head.weight": output})
-    assert_equal(loaded(changed), tensors)
+    assert_equal(loaded(changed), text_of(tensors))
     store(changed, tensors | {"lm_head.weight": output[:-1]})
-    assert_refused(r"has another lm_head.weight than model.embed_tokens.weight", changed)
+    assert_refused(rf"has another lm_head.weight than {embedding}", changed)
     output[-1, -1] += 1
     store(changed, tensors | {"lm_head.weight": output})
     assert_refused(r"has another lm_head.weight than .*, but tie_word_embeddings is true.*; set it to false", changed)
     edit(changed, tie_word_embeddings=False)
-    assert_equal(loaded(changed), tensors | {"lm_head.weight": output})
+    assert_equal(loaded(changed), text_of(tensors) | {"lm_head.weight": output})
 
 
-def test_a_tied_embedding_that_is_stored_as_the_output_layer(tmp_path):
+@pytest.mark.parametrize(("kind", "embedding"), TIED.items())
+def test_a_tied_embedding_that_is_stored_as_the_output_layer(kind, embedding, tmp_path):
     """As transformers loads it; not where the two are not tied."""
-    changed = make_hf_folder("qwen3", tied=True, folder=tmp_path)
+    changed = make_hf_folder(kind, tied=True, folder=tmp_path)
     tensors = tensors_of(changed)
-    others = {name: tensor for name, tensor in tensors.items() if name != "model.embed_tokens.weight"}
-    store(changed, others | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
-    assert_equal(loaded(changed), tensors)
+    others = {name: tensor for name, tensor in tensors.items() if name != embedding}
+    store(changed, others | {"lm_head.weight": tensors[embedding]})
+    assert_equal(loaded(changed), text_of(tensors))
     edit(changed, tie_word_embeddings=False)
-    assert_refused(r"lacks model.embed_tokens.weight of the model", changed)
+    assert_refused(rf"lacks {embedding} of the model", changed)

@@ -22,7 +22,8 @@ from torchtitan_magi.models.names import ADAPTERS
 BASE = "model."
 BEGINNINGS = (BASE, "lm_head.", "mtp.", "language_model.")  # of published names
 KIMI = "language_model.model.blocks.", "language_model.model.layers."  # what transformers 5 writes, what is published
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+OUTPUT = "lm_head.weight"
+EMBEDDINGS = "model.embed_tokens.weight", "model.language_model.embed_tokens.weight"  # beside an output of that name
 FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
@@ -66,7 +67,7 @@ def places_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
     for name, found in others:
         places |= {name: Place(name, shapes[name])} if found.keys() & places.keys() else found
     if OUTPUT in places:  # transformers ties the embedding to it if it is the only one
-        places.setdefault(EMBEDDING, places[OUTPUT])
+        places = dict.fromkeys(EMBEDDINGS, places[OUTPUT]) | places
     return places
 
 

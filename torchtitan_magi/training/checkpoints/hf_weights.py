@@ -19,7 +19,7 @@ from torchtitan_magi.machine import lack
 from torchtitan_magi.models.model_config import Experts, LinearAttention, ModelConfig
 from torchtitan_magi.models.names import name_in_files, of_pictures
 from torchtitan_magi.training.checkpoints.digests import METADATA
-from torchtitan_magi.training.checkpoints.hf_reader import EMBEDDING, OUTPUT, Place, places_of
+from torchtitan_magi.training.checkpoints.hf_reader import EMBEDDINGS, OUTPUT, Place, places_of
 from torchtitan_magi.wording import one_line, shown
 
 INDEX = "model.safetensors.index.json"
@@ -191,8 +191,9 @@ def check_weights(folder: str | Path, config: ModelConfig) -> None:
             raise ValueError(f"{shown(folder)}: {name} is {dtype}; use the checkpoint from before its quantization")
     of_text = {name: place for name, place in places.items() if not of_pictures(config.model, place.name)}
     _check_no_others(folder, of_text, needed, headers)
-    if config.tied and OUTPUT in stored and places[EMBEDDING].name != OUTPUT:
-        _check_tied(folder, (places[EMBEDDING].name, OUTPUT), headers)
+    embedding = places[name_in_files(config.model, EMBEDDINGS[0])].name
+    if config.tied and OUTPUT in stored and embedding != OUTPUT:
+        _check_tied(folder, (embedding, OUTPUT), headers)
 
 
 def shard_numbers(folder: str | Path, config: ModelConfig) -> dict[str, int] | None:
@@ -277,8 +278,8 @@ def _headers(folder: Path) -> Metadata:
 
 def _check_complete(where: Path, places: dict[str, Place], needed: dict[str, tuple[int, ...]]) -> None:
     missing = [name for name in needed if name not in places]
-    if OUTPUT in needed and EMBEDDING in needed.keys() & places.keys() and places[EMBEDDING].name == OUTPUT:
-        missing = [EMBEDDING, *missing]
+    if OUTPUT in needed:  # else it may be the embedding
+        missing += [name for name in EMBEDDINGS if name in needed and name in places and places[name].name == OUTPUT]
     if missing == [OUTPUT]:
         raise ValueError(
             f"{shown(where)} lacks {OUTPUT}, but tie_word_embeddings is not true in config.json; set it to true if "
@@ -300,9 +301,8 @@ def _check_no_others(folder: Path, places: dict[str, Place], needed: Container[s
         place.name if place.expert is None else name
         for name, place in places.items()
         if name not in needed
-        and (place.expert is not None or place.name not in needed)  # as the embedding, where it may be the output
         and place.name in read
-        and not (name == OUTPUT or LEFT_OUT.fullmatch(name) or place.name.startswith(tuple(layers)))
+        and not (place.name == OUTPUT or LEFT_OUT.fullmatch(name) or place.name.startswith(tuple(layers)))
     )
     if others:
         more = f" and {len(others) - 1} more tensors" if len(others) > 1 else ""
@@ -331,6 +331,6 @@ def _check_tied(folder: Path, names: tuple[str, str], headers: Metadata) -> None
     blocks = [slice(row, row + ROWS_COMPARED) for row in range(0, shape[0], ROWS_COMPARED)]
     if shape != other.get_shape() or not all(torch.equal(one[rows].float(), other[rows].float()) for rows in blocks):
         raise ValueError(
-            f"{shown(folder)} has another {OUTPUT} than {EMBEDDING}, but tie_word_embeddings is true in config.json; "
+            f"{shown(folder)} has another {OUTPUT} than {names[0]}, but tie_word_embeddings is true in config.json; "
             f"set it to false to train both, or take {OUTPUT} out of the file"
         )

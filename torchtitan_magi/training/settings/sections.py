@@ -118,7 +118,7 @@ def check_replaced(parts: Iterable[Any]) -> None:
             )
 
 
-def check_loaders(config: Any, plain: type) -> None:
+def check_loaders(config: Any, plain: Any) -> None:
     """Refuses data loaders that are not torchtitan's for text, and those derived from it where our data sets take their
     place.
 
