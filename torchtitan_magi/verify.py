@@ -20,7 +20,7 @@ from pathlib import Path
 from torchtitan_magi.commands.generation import ADAPTER_CONFIG, MAX_NEW_TOKENS, QUESTION, answer_of
 from torchtitan_magi.commands.parser import CommandParser
 from torchtitan_magi.training.checkpoints.digests import check_digests, check_finished, check_sizes, is_export
-from torchtitan_magi.training.checkpoints.export import UNFINISHED
+from torchtitan_magi.training.checkpoints.export import CONFIG, UNFINISHED
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX, check_files
 from torchtitan_magi.wording import shown
 
@@ -55,9 +55,12 @@ def _whole(folder: Path) -> str:
     if not folder.is_dir():
         raise ValueError(f"{shown(folder)} is no folder; give that of a checkpoint, step-N, or of an export")
     if _is_cut_off(folder):
-        raise ValueError(f"{shown(folder)} is an export that was cut off; start its run again, which exports once more")
+        raise ValueError(
+            f"{shown(folder)} is an export that was cut off, or copied in part; copy it again, or start its run again, "
+            "which exports once more"
+        )
     if is_export(folder):
-        check_files(folder)
+        _check_indexed(folder)
         return f"{shown(folder)} is an export, which has no digests; ask its model with --generate"
     if steps := sorted(folder.glob("step-*")) or sorted(folder.glob("*/step-*")):  # of a run's folder, too
         where, names = shown(steps[0].parent), ", ".join(path.name for path in steps)
@@ -72,7 +75,15 @@ def _is_cut_off(folder: Path) -> bool:
     """Whether what is written last of an export, of a model or of adapters, is not there."""
     if (folder / UNFINISHED).is_dir():
         return not (folder / INDEX).exists()
-    return (folder / "adapter_model.safetensors").exists() and not (folder / ADAPTER_CONFIG).exists()
+    return is_export(folder) and not any((folder / name).exists() for name in (CONFIG, ADAPTER_CONFIG))
+
+
+def _check_indexed(folder: Path) -> None:
+    """Raises ValueError, one line, where a file of weights is missing or broken, or none has what the index names."""
+    index, headers = check_files(folder)
+    if missing := sorted(index.keys() - headers.state_dict_metadata.keys()):
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise ValueError(f"{shown(folder / INDEX)} names {shown(missing[0])}{more}, which no file has; copy them again")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,9 +85,15 @@ def _load(base: Path, folder: Path) -> Any:
 
     classes = transformers.AutoConfig.from_pretrained(base).architectures or [""]
     kind = "ImageTextToText" if classes[0].endswith(SEES) else "CausalLM"
-    model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(base, dtype="auto", device_map=_devices())
+    options = {"dtype": "auto", "device_map": _devices(), "output_loading_info": True}
+    model, report = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(base, **options)
+    if missing := sorted(report["missing_keys"]):
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise ValueError(f"{shown(base)} lacks {missing[0]}{more}, which would be random; copy or download it again")
     if folder != base:
-        model = importlib.import_module("peft").PeftModel.from_pretrained(model, folder)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")  # they would add nothing
+            model = importlib.import_module("peft").PeftModel.from_pretrained(model, folder)
     return model.eval()
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -115,6 +116,7 @@ def test_safetensors_without_metadata_name_the_option(tmp_path):
 
 def test_the_command_names_an_export(tmp_path, capsys):
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").touch()
     assert verify.main([str(tmp_path)]) == 0
     assert f"{tmp_path} is an export, which has no digests; ask its model with --generate" in capsys.readouterr().out
     with pytest.raises(ValueError, match="is an export in safetensors, without digests; give a checkpoint to resume"):
@@ -127,6 +129,7 @@ def test_the_command_names_an_export(tmp_path, capsys):
         (["unfinished/sharded"], "model.safetensors.index.json"),
         (["unfinished/sharded", "model-00001-of-00001.safetensors"], "model.safetensors.index.json"),
         (["adapter_model.safetensors"], "adapter_config.json"),
+        (["model-00001-of-00001.safetensors"], "config.json"),
     ],
 )
 def test_the_command_takes_no_export_that_was_cut_off_for_whole(present, missing, tmp_path, capsys):
@@ -134,7 +137,7 @@ def test_the_command_takes_no_export_that_was_cut_off_for_whole(present, missing
         (tmp_path / name).parent.mkdir(exist_ok=True)
         save_file({"x": torch.zeros(1)}, tmp_path / name)
     assert verify.main([str(tmp_path)]) == 1
-    assert f"{tmp_path} is an export that was cut off; start its run again" in capsys.readouterr().err
+    assert f"{tmp_path} is an export that was cut off, or copied in part; copy it again, or" in capsys.readouterr().err
     (tmp_path / missing).write_text('{"weight_map": {"x": "model-00001-of-00001.safetensors"}}')
     save_file({"x": torch.zeros(1)}, tmp_path / "model-00001-of-00001.safetensors")
     assert verify.main([str(tmp_path)]) == 0
@@ -143,11 +146,15 @@ def test_the_command_takes_no_export_that_was_cut_off_for_whole(present, missing
 def test_the_command_takes_no_export_that_was_copied_in_part_for_whole(tmp_path, capsys):
     path, index = tmp_path / "model-00001-of-00002.safetensors", tmp_path / "model.safetensors.index.json"
     save_file({"x": torch.zeros(100)}, path)
+    (tmp_path / "config.json").touch()
     index.write_text(
         '{"weight_map": {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}}'
     )
     assert verify.main([str(tmp_path)]) == 1
     assert f"{index} names model-00002-of-00002.safetensors, which is not there" in capsys.readouterr().err
+    shutil.copy(path, tmp_path / "model-00002-of-00002.safetensors")
+    assert verify.main([str(tmp_path)]) == 1
+    assert f"{index} names y, which no file has; copy them again" in capsys.readouterr().err
     index.unlink()
     os.truncate(path, 200)
     assert verify.main([str(tmp_path)]) == 1
