@@ -37,8 +37,9 @@ from torchtitan_magi.sizing.strategies.picture import HUES, INK, LINE, QUIET, ST
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS, GPUS, SEED = 131072, 4, 2
 BAR, LANE = 0.62, 1.0
-SMALL = np.array([0, 96, 128, 448, 512, 544, 960, 1024])  # tokens; documents of the small pack
-GAP, WIDEST = 40, 190  # tokens, between steps, and as wide as the title of one
+SMALL = 32 * np.array([0, 96, 128, 448, 512, 544, 960, 1024])  # tokens; documents of the small pack
+PIXELS = 1024  # along a side of its mask
+GAP, WIDEST = 1280, 6080  # tokens, between steps, and as wide as the title of one
 DOCUMENTS = [0, 16, 22, 44, 64]
 NODES = {  # of a tree: words, parent, tokens
     "system message": (-1, 320), "question": (0, 160), "answer": (1, 96), "answer ": (1, 64), "answer  ": (1, 96),
@@ -71,10 +72,10 @@ def sees(plan: AttnPlan, own: np.ndarray) -> np.ndarray:
     return steps.cumsum()[:-1] > 0
 
 
-def pairs_of(slice_: np.ndarray, tokens: int) -> np.ndarray:
-    """The pairs of query and key that one slice covers, bool [tokens, tokens]."""
+def pairs_of(slice_: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The pairs of query and key among these tokens that one slice covers, bool [tokens, tokens]."""
     q_start, q_end, k_start, k_end, kind = slice_.tolist()
-    q, k = np.ogrid[:tokens, :tokens]
+    q, k = tokens[:, None], tokens[None]
     inside = (q >= q_start) & (q < q_end) & (k >= k_start) & (k < k_end)
     if kind in (CAUSAL, BI_CAUSAL):
         inside &= k - k_end <= q - q_end
@@ -98,7 +99,7 @@ def draw_masks(masks: dict[str, AttnSlices], tokens: int) -> Figure:
         axes = figure.add_axes((0.008 + 0.199 * number, 0.03, 0.186, 0.83))
         image = np.ones((tokens, tokens, 3))
         for index, slice_ in enumerate(slices.table):
-            image[pairs_of(slice_, tokens)] = to_rgb(HUES[index % len(HUES)])
+            image[pairs_of(slice_, np.arange(tokens))] = to_rgb(HUES[index % len(HUES)])
         axes.imshow(image, extent=(0, tokens, tokens, 0), interpolation="nearest")
         square(axes, tokens, title)
     return figure
@@ -108,14 +109,15 @@ def draw_masks(masks: dict[str, AttnSlices], tokens: int) -> Figure:
 def draw_ownership(plan: AttnPlan) -> Figure:
     """The mask in the colours of the GPUs that own its queries, strong where the key belongs to another GPU."""
     tokens = plan.total_tokens
-    owner = owner_of(plan, np.arange(tokens))
+    shown = np.arange(0, tokens, tokens // PIXELS)
+    owner = owner_of(plan, shown)
     colors = rank_colors(plan.cp_size, plan.gpus_per_node)
     figure = Figure(figsize=(10, 4.9))
     axes = figure.add_axes((0.035, 0.02, 0.44, 0.9))
-    image = np.ones((tokens, tokens, 3))
-    attended = np.zeros((tokens, tokens), dtype=bool)
+    image = np.ones((PIXELS, PIXELS, 3))
+    attended = np.zeros((PIXELS, PIXELS), dtype=bool)
     for slice_ in plan.slices.table:
-        attended |= pairs_of(slice_, tokens)
+        attended |= pairs_of(slice_, shown)
     remote = owner[:, None] != owner[None, :]
     row_colors = np.broadcast_to(colors[owner][:, None, :], image.shape)
     image[attended] = 1 - 0.35 * (1 - row_colors[attended])
@@ -130,8 +132,8 @@ def draw_ownership(plan: AttnPlan) -> Figure:
     rows = []
     for rank in range(plan.cp_size):
         share = 100 * plan.areas[rank] / plan.areas.sum()
-        work = f"{(owner == rank).sum()} tokens, {share:.1f}% of the pairs"
-        text = f"GPU {rank}: {work}, receives {plan.received_rows[rank]} rows"
+        work = f"{plan.tokens_per_rank:,} tokens, {share:.1f}% of the pairs"
+        text = f"GPU {rank}: {work}, receives {plan.received_rows[rank]:,} rows"
         rows.append(Patch(color=colors[rank], label=text))
     rows.append(Patch(color="#c5ccd3", label="faint: the key lies on the same GPU; nothing travels"))
     rows.append(Patch(color=INK, label="strong: the key lies on another GPU; its K and V travel once"))
@@ -164,7 +166,7 @@ def draw_tree(plan: AttnPlan, words: list[str], lengths: np.ndarray, parents: np
     side = figure.add_axes((0.59, 0.02, 0.4, 0.88))
     image, attended = np.ones((tokens, tokens, 3)), np.zeros((tokens, tokens), dtype=bool)
     for slice_ in plan.slices.table:
-        attended |= pairs_of(slice_, tokens)
+        attended |= pairs_of(slice_, np.arange(tokens))
     image[attended] = np.broadcast_to(colors[owner][:, None, :], image.shape)[attended]
     side.imshow(image, extent=(0, tokens, tokens, 0), interpolation="nearest")
     flat = int((begins + lengths)[~np.isin(np.arange(len(lengths)), parents)].sum())
