@@ -62,8 +62,8 @@ def lock_folder(folder: str) -> None:
 def lock_checkpoints(folder: str) -> None:
     """Locks the folder of checkpoints, which may be anywhere, and checks that it can be written.
 
-    Its lock lies beside it, as torchtitan loads initial weights only while that folder is not there; and inside where
-    nothing can be written beside it, or another disk begins.
+    Its lock lies beside it, so that the folder is there only once something was saved; and inside where nothing can be
+    written beside it, or another disk begins.
 
     Raises:
         ValueError: as ``lock_folder``, or it cannot be written.
