@@ -62,7 +62,7 @@ def write_reference(folder):
 READERS = {
     "no records": lambda folder: Corpus(folder / "none.jsonl"),
     "empty records": lambda folder: Corpus(written(folder / "a.jsonl", "")),
-    "malformed records": lambda folder: Corpus(written(folder / "a.jsonl", "{}\n")).check(),
+    "malformed records": lambda folder: PackedSFTDataset(written(folder / "a.jsonl", "{}\n"), None, 8),
     "no folder of records": Corpus,
     "tokenizer": load_tokenizer,
     "broken tokenizer": lambda folder: load_tokenizer(written(folder / "tokenizer.json", "{}").parent),
