@@ -122,16 +122,33 @@ def misuse_on_rank():
         magi.dispatch(x, plan, mesh)
     with pytest.raises(ValueError, match=f"the plan is for {size} ranks but the mesh has 1"):
         magi.dispatch(x, plan, mesh["dp"])
-    alone = magi.make_plan(plan.slices, len(x), 1)
-    for other in (DeviceMesh("cpu", [1], mesh_dim_names=("cp",)), dist.new_group([1])):
-        if dist.get_rank() != 1:
-            with pytest.raises(ValueError, match=r"this rank is not in the (mesh of ranks \[1\]|process group)"):
-                magi.dispatch(x, alone, other)
     return magi.dispatch(x, plan, mesh["cp"]).shape
 
 
 def test_a_mesh_that_does_not_fit_the_plan_is_refused(pool):
     assert pool.run(misuse_on_rank) == [(4, 2, 8)] * pool.size
+
+
+def outside_on_rank():
+    """What a rank outside of a mesh is told, and of a group; None in them."""
+    x, plan = torch.zeros(4, 8), magi.make_plan(magi.varlen_causal([0, 4]), 4, 1)
+    told = []
+    for mesh in (DeviceMesh("cpu", [1], mesh_dim_names=("cp",)), dist.new_group([1])):
+        try:
+            magi.dispatch(x, plan, mesh)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_rank_outside_of_its_mesh_is_told_so():
+    with RankPool(2) as pool:  # of its own: ranks in unequally many groups cannot make later ones
+        outside, inside = pool.run(outside_on_rank)
+    assert inside == []
+    assert outside == [
+        "this rank is not in the mesh of ranks [1]; call it on these",
+        "this rank is not in the process group that mesh is to be; call it on the group's ranks",
+    ]
 
 
 def mesh_anew_on_rank():
