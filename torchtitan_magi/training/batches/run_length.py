@@ -107,7 +107,7 @@ class RunLength:
         if saved and saved != now:
             logger.warning(
                 f"From step {step + 1} on the learning rate follows {_schedule(now)}, before it followed "
-                f"{_schedule(saved)}; to keep it, set training.steps and lr_scheduler.warmup_steps to these"
+                f"{_schedule(saved)}; set training.steps and lr_scheduler.warmup_steps to these to keep it"
             )
         if now != before:
             logger.info(f"The data end after step {self.sections.training.steps:,}")
