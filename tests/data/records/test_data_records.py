@@ -159,7 +159,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("use", ["read", "__getitem__", "where", "check"])
+@pytest.mark.parametrize("use", ["read", "__getitem__", "where"])
 def test_a_file_that_changes_is_named_in_one_line(texts, tmp_path, change, use):
     file = JsonlFile(texts, cache=tmp_path / "cache")
     change(texts)
