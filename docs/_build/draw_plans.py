@@ -109,13 +109,13 @@ def draw_masks(masks: dict[str, AttnSlices], tokens: int) -> Figure:
 def draw_ownership(plan: AttnPlan) -> Figure:
     """The mask in the colours of the GPUs that own its queries, strong where the key belongs to another GPU."""
     tokens = plan.total_tokens
-    shown = np.arange(0, tokens, tokens // PIXELS)
+    shown = np.arange(0, tokens, max(1, tokens // PIXELS))
     owner = owner_of(plan, shown)
     colors = rank_colors(plan.cp_size, plan.gpus_per_node)
     figure = Figure(figsize=(10, 4.9))
     axes = figure.add_axes((0.035, 0.02, 0.44, 0.9))
-    image = np.ones((PIXELS, PIXELS, 3))
-    attended = np.zeros((PIXELS, PIXELS), dtype=bool)
+    image = np.ones((len(shown), len(shown), 3))
+    attended = np.zeros(image.shape[:2], dtype=bool)
     for slice_ in plan.slices.table:
         attended |= pairs_of(slice_, shown)
     remote = owner[:, None] != owner[None, :]
