@@ -5,7 +5,16 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from support.cp_case import BF16, CASES_ON_GPUS, check, documents, inputs, random_slices, run_case
+from support.cp_case import (
+    BF16,
+    CASES_ON_GPUS,
+    SLOW_NETWORK,
+    check,
+    documents,
+    inputs,
+    random_slices,
+    run_case,
+)
 from support.gpus import needs_hopper
 from support.loopback import Loopback
 from support.pool import RankPool
@@ -32,6 +41,7 @@ def pool(request):
 
 
 BESIDE = magi.varlen_causal([0, 1200, 1290, 1601])
+RELAYED = {"gpus_per_node": 2, "cost": SLOW_NETWORK}
 CASES = CASES_ON_GPUS | {
     "GQA 8:1": documents([900, 7, 1, 64, 500, 33], heads=(8, 1), **BF16, stages=2),
     "MHA, odd total": documents([700, 201], heads=(4, 4), **BF16, padding=2),
@@ -42,7 +52,8 @@ CASES = CASES_ON_GPUS | {
     "bidirectional": documents([500, 90, 410], "full", heads=(8, 2), **BF16, stages=2),
     "sliding window": documents([1700, 50], "window", 200, heads=(8, 2), **BF16, stages=2),
     "two nodes": documents([900, 7, 1, 64, 500, 33, 495], heads=(64, 8), **BF16, stages=2, gpus_per_node=2),
-    "two nodes, no overlap": documents([700, 1201], heads=(8, 1), **BF16, stages=0, gpus_per_node=2),
+    "relays": documents([900, 7, 1, 64, 500, 33, 495], heads=(64, 8), **BF16, stages=2, **RELAYED),
+    "relays, no overlap": documents([700, 1201], heads=(8, 1), **BF16, stages=0, **RELAYED),
     "stages chosen": documents([1900, 7, 1, 64, 1500], heads=(8, 2), **BF16, stages=-1),
     "one-token documents": documents([1] * 300, heads=(8, 2), **BF16),
     "one token": documents([1], heads=(8, 2), **BF16),

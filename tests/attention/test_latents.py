@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.cp_case import SLOW_NETWORK
 from support.gpus import needs_hopper, needs_two_gpus
 from support.loopback import Loopback
 from support.masks import dense_mask
@@ -82,7 +83,8 @@ def on_a_rank(plan, mesh, dtype, fp32_reduce, heads=HEADS, device="cpu"):
 
 
 def planned(stages=-1, heads=HEADS, nodes=2, cp_size=4):
-    return make_plan(varlen_causal(CU_SEQLENS), TOTAL, cp_size, stages, heads=heads, gpus_per_node=nodes)
+    options = {"heads": heads, "gpus_per_node": nodes, "cost": SLOW_NETWORK}
+    return make_plan(varlen_causal(CU_SEQLENS), TOTAL, cp_size, stages, **options)
 
 
 @pytest.mark.parametrize("fp32_reduce", [False, True])
@@ -90,6 +92,7 @@ def planned(stages=-1, heads=HEADS, nodes=2, cp_size=4):
 def test_ranks_get_what_one_device_gets(nodes, stages, fp32_reduce):
     plan = planned(stages, nodes=nodes)
     assert plan.heads.latent
+    assert plan.routes.has_relays == (nodes != 1)
     found = Loopback(4).run(lambda transport: on_a_rank(plan, transport, torch.float64, fp32_reduce))
     for of_rank in found:
         for ours, exact in zip(of_rank, dense(torch.float64), strict=True):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.cp_case import Case, check, documents, of_slices, random_slices, run_case
+from support.cp_case import SLOW_NETWORK, Case, check, documents, of_slices, random_slices, run_case
 from support.pool import RankPool
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -20,7 +20,7 @@ from torchtitan_magi.exchange.agreement import PlanAgreement, agreement_of, rais
 from torchtitan_magi.exchange.mesh import process_group_transport, ranks_per_node
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
+from torchtitan_magi.planning.cost_model import H200, KernelCost
 
 
 @pytest.fixture(scope="module", params=[2, 4, 3, 8])
@@ -29,7 +29,7 @@ def pool(request):
         yield pool
 
 
-SLOW_LINKS = replace(H200, backward=KernelCost(0, 5e-7, 0, 0, 0), inside=Link(0.0, 1e6), across=Link(0.0, 1e6))
+SLOW_KERNEL = replace(SLOW_NETWORK, backward=KernelCost(0, 5e-7, 0, 0, 0))
 NODES = {
     "documents": documents([300, 7, 1, 64, 500, 33, 120]),
     "one document over all ranks": documents([777], stages=2),
@@ -39,8 +39,15 @@ NODES = {
     "random slices": random_slices(3, 150, stages=2),
     "float32 on the wire": documents([400, 111], dtype=torch.bfloat16, fp32_reduce=True, stages=2),
     "bf16 on the wire": documents([400, 111], dtype=torch.bfloat16, heads=(8, 2), head_dim=32),
-    "different stages forward and backward": documents([500, 150], stages=-1, cost=SLOW_LINKS),
+    "different stages forward and backward": documents([500, 150], stages=-1, cost=SLOW_KERNEL),
 }
+
+
+def relayed(case):
+    """The same on nodes of two ranks whose network is so slow that rows pass through relays."""
+    return replace(case, gpus_per_node=2, cost=replace(SLOW_NETWORK, backward=case.cost.backward))
+
+
 CASES = {
     "mixed lengths": documents([300, 7, 1, 64, 500, 33]),
     "one document over all ranks": documents([777]),
@@ -61,7 +68,8 @@ CASES = {
     **{f"random slices {seed}": random_slices(seed, 120 + 7 * seed, stages=seed % 4) for seed in range(14)},
     "shared prompt pairs": of_slices(magi.shared_prompt([[200, 60, 90], [7, 150, 33]]), 540, stages=2),
     "chosen stages": documents([300, 7, 1, 64, 500, 33], stages=-1),
-    **{f"nodes of 2, {name}": replace(NODES[name], gpus_per_node=2) for name in NODES},
+    **{f"relays in nodes of 2, {name}": relayed(NODES[name]) for name in NODES},
+    **{f"nodes of 2, {name}": replace(NODES[name], gpus_per_node=2, cost=H200) for name in list(NODES)[:3]},
     **{f"nodes of 4, {name}": replace(NODES[name], gpus_per_node=4) for name in list(NODES)[:4]},
     "nodes of 3, documents": replace(NODES["documents"], gpus_per_node=3),
     "nothing attends": Case(AttnSlices([]), torch.zeros(50, 50, dtype=torch.bool)),
@@ -80,11 +88,20 @@ def test_every_case_over_real_collectives(pool):
         check(CASES[name], per_rank)
 
 
+def plan_of(case, cp_size=4):
+    total = len(case.mask)
+    return magi.make_plan(case.slices, total, cp_size, case.stages, cost=case.cost, gpus_per_node=case.gpus_per_node)
+
+
 def test_the_case_of_different_stages_has_them():
-    case = NODES["different stages forward and backward"]
-    plan = magi.make_plan(case.slices, len(case.mask), 4, -1, cost=case.cost, gpus_per_node=2)
+    plan = plan_of(CASES["relays in nodes of 2, different stages forward and backward"])
     assert len(plan.forward) == 1
     assert len(plan.backward) > 2
+
+
+def test_rows_pass_through_relays_in_their_cases_and_go_straight_in_others():
+    for name, case in CASES.items():
+        assert plan_of(case).routes.has_relays == name.startswith("relays"), name
 
 
 def repeat_on_rank(name, times):
@@ -94,7 +111,7 @@ def repeat_on_rank(name, times):
 
 def test_runs_repeat_bit_for_bit(pool):
     assert all(pool.run(repeat_on_rank, "mixed lengths", 3))
-    assert all(pool.run(repeat_on_rank, "nodes of 2, four stages", 3))
+    assert all(pool.run(repeat_on_rank, "relays in nodes of 2, four stages", 3))
 
 
 def second_derivatives_on_rank(cp_size):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cp_case import SLOW_NETWORK
 from support.errors import one_line
 from support.masks import dense_mask, document_lengths, square_slice_lists, trees
 from support.processes import python
@@ -23,6 +24,7 @@ from torchtitan_magi.planning.plan import forget_plans, make_plan, make_plans
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 STAGES = st.integers(-1, 4)
 NODES = st.sampled_from([None, 1, 2, 3, 4])
+COSTS = st.sampled_from([H200, SLOW_NETWORK])  # of which one has rows go straight, one through relays
 
 
 def received_tokens(plan, number, s, exchange, rank, tokens_of):
@@ -102,9 +104,10 @@ def assert_stages_are_right(plan, direction, mask, owned):
         assert sorted(came[rank]) == sorted(need[rank])
         assert plan.received_rows[rank] == len(need[rank])
         assert plan.rows_across_nodes[rank] == len(crossed[rank])
+        assert plan.routes.has_relays or set(crossed[rank]) <= need[rank]
         # Each pair of the rank's rows is computed exactly once.
         assert (computed[rank][owned[rank]] == mask[owned[rank]]).all()
-    for n in set(node.tolist()):
+    for n in set(node.tolist()) if plan.routes.has_relays else ():
         # And exactly once to the node, shared evenly by its ranks.
         members = np.flatnonzero(node == n)
         held = set(np.concatenate([owned[rank] for rank in members]))
@@ -114,25 +117,26 @@ def assert_stages_are_right(plan, direction, mask, owned):
         assert max(counts) - min(counts) <= 1
 
 
-@given(document_lengths(200), CP_SIZES, STAGES, st.booleans(), st.integers(0, 30), NODES)
+@given(document_lengths(200), CP_SIZES, STAGES, st.booleans(), st.integers(0, 30), NODES, COSTS)
 @settings(max_examples=60)
-def test_document_plans(lengths, cp_size, stages, causal, padding, nodes):
+def test_document_plans(lengths, cp_size, stages, causal, padding, nodes, cost):
     cu = np.cumsum([0, *lengths])
-    assert_plan_is_right((varlen_causal if causal else varlen_full)(cu), int(cu[-1]) + padding, cp_size, stages, nodes)
+    slices = (varlen_causal if causal else varlen_full)(cu)
+    assert_plan_is_right(slices, int(cu[-1]) + padding, cp_size, stages, nodes, cost)
 
 
-@given(square_slice_lists(0, 70), CP_SIZES, STAGES, NODES)
+@given(square_slice_lists(0, 70), CP_SIZES, STAGES, NODES, COSTS)
 @settings(max_examples=120)
-def test_any_slices(total_and_slices, cp_size, stages, nodes):
+def test_any_slices(total_and_slices, cp_size, stages, nodes, cost):
     total, slices = total_and_slices
-    assert_plan_is_right(slices, total, cp_size, stages, nodes)
+    assert_plan_is_right(slices, total, cp_size, stages, nodes, cost)
 
 
-@given(trees(), CP_SIZES, STAGES, NODES)
+@given(trees(), CP_SIZES, STAGES, NODES, COSTS)
 @settings(max_examples=60)
-def test_a_row_of_an_ancestor_comes_once_to_each_rank_that_needs_it(tree, cp_size, stages, nodes):
+def test_a_row_of_an_ancestor_comes_once_to_each_rank_that_needs_it(tree, cp_size, stages, nodes, cost):
     *nodes_of_trees, total = tree
-    assert_plan_is_right(tree_causal(*nodes_of_trees), total, cp_size, stages, nodes)
+    assert_plan_is_right(tree_causal(*nodes_of_trees), total, cp_size, stages, nodes, cost)
 
 
 def test_special_packs():
@@ -141,8 +145,11 @@ def test_special_packs():
     assert_plan_is_right(varlen_causal([0, 256]), 256, 8, 3)  # one document over all ranks
     assert_plan_is_right(sliding_window([0, 100, 300], 16), 300, 4, 1)
     documents = varlen_causal(np.cumsum([0, 3, 90, 1, 33, 61, 100, 7]))
+    relayed = set()
     for cp_size, gpus_per_node in ((5, 2), (12, 4), (12, 5), (96, 8), (5, [1, 4]), (12, [8, 4]), (9, [2, 6, 1])):
-        assert_plan_is_right(documents, 301, cp_size, 2, gpus_per_node)
+        for cost in (H200, SLOW_NETWORK):
+            relayed |= {assert_plan_is_right(documents, 301, cp_size, 2, gpus_per_node, cost).routes.has_relays}
+    assert relayed == {False, True}
     assert_plan_is_right(AttnSlices([]), 10, 3, 2)  # nothing attends to anything
     assert_plan_is_right(AttnSlices([]), 0, 2, 2)
 
@@ -158,18 +165,26 @@ def test_keys_that_follow_each_other_are_one_slice():
 
 def test_a_row_crosses_to_a_node_once():
     cu = np.linspace(0, 16 * 512, 3).astype(int)
-    plan = make_plan(varlen_causal(cu), 16 * 512, 16, gpus_per_node=4)
+    plan = make_plan(varlen_causal(cu), 16 * 512, 16, gpus_per_node=4, cost=SLOW_NETWORK)
     relayed, _ = node_traffic(plan.slices, [share.ranges for share in plan.ranks], plan.nodes)
     flat = make_plan(varlen_causal(cu), 16 * 512, 16, gpus_per_node=1).rows_across_nodes
     assert plan.rows_across_nodes.reshape(4, 4).max(1).tolist() == relayed.tolist()
     assert plan.rows_across_nodes.sum() < 0.5 * flat.sum()
 
 
+def test_rows_pass_through_relays_where_that_is_faster():
+    full, window = varlen_causal([0, 1 << 17]), sliding_window([0, 1 << 17], 128)
+    plans = make_plans([full, window], 1 << 17, 16, layers=[1, 1], gpus_per_node=8)
+    assert [plan.routes.has_relays for plan in plans] == [True, False]
+    assert all(plan.rows_across_nodes.any() for plan in plans)
+    assert [{len(share.backward[-1].exchanges) for share in plan.ranks} for plan in plans] == [{2}, {1}]
+
+
 def test_nothing_is_passed_on_where_nothing_crosses_between_nodes():
-    long, short = (make_plan(varlen_causal(range(0, 8193, 8192 // n)), 8192, 4, 1, gpus_per_node=2) for n in (1, 2))
-    assert short.transfers.size
-    assert not short.rows_across_nodes.any()
-    assert [len(plan.ranks[0].forward[1].exchanges) for plan in (long, short)] == [2, 1]
+    plan = make_plan(varlen_causal([0, 4096, 8192]), 8192, 4, 1, gpus_per_node=2, cost=SLOW_NETWORK)
+    assert plan.transfers.size
+    assert not plan.rows_across_nodes.any()
+    assert len(plan.ranks[0].forward[1].exchanges) == 1
 
 
 def test_repeated_masks_are_planned_once(monkeypatch):
@@ -300,16 +315,17 @@ def test_threads_that_first_use_a_plan_get_the_same_stages(monkeypatch):
     CP_SIZES,
     STAGES,
     NODES,
+    COSTS,
     st.lists(st.integers(1, 5), min_size=3, max_size=3),
 )
 @settings(max_examples=60)
 def test_several_masks_share_a_placement_and_receive_what_each_needs_once(
-    lengths, windows, cp_size, stages, nodes, layers
+    lengths, windows, cp_size, stages, nodes, cost, layers
 ):  # fmt: skip
     """Windows of so many tokens; 0: all of the document."""
     cu = np.cumsum([0, *lengths])
     masks = [sliding_window(cu, window) if window else varlen_causal(cu) for window in windows]
-    options = {"layers": layers[: len(masks)], "gpus_per_node": nodes}
+    options = {"layers": layers[: len(masks)], "gpus_per_node": nodes, "cost": cost}
     plans = make_plans(masks, int(cu[-1]), cp_size, stages, **options)
     for plan, slices in zip(plans, masks, strict=True):
         assert_is_right(plan, slices, int(cu[-1]))

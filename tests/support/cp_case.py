@@ -1,6 +1,6 @@
 """One context-parallel attention case, on any transport, against the dense fp64 reference."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,8 +12,10 @@ from torchtitan_magi.attention.bound_plan import bind_plan
 from torchtitan_magi.attention.op import PlanHandle, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
+from torchtitan_magi.planning.cost_model import H200, CostModel, Heads, Link
 from torchtitan_magi.planning.plan import plan_ownership
+
+SLOW_NETWORK = replace(H200, across=Link(latency=0.0, bandwidth=1e6))  # so slow that relays pay
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from support.marks import marked_long
 from support.parity import ALL_LAYOUTS, difference, trained, trained_anew
@@ -90,15 +91,26 @@ def two_ranks_per_node(report):
     watch(MagiRuntime, "plan_ahead", report_plan)
 
 
-def test_rows_that_cross_to_a_node_once_train_alike():
-    run = trained_anew("cp4", setup=two_ranks_per_node)
+def in_stripes_on_two_nodes(report):
+    from torchtitan_magi.planning import plan
+
+    def stripes(layers, num_tokens, cp_size, nodes, tile_rows):
+        starts = np.arange(0, num_tokens, 32).reshape(-1, cp_size)
+        yield tuple(np.stack([of_rank, of_rank + 32], 1) for of_rank in starts.T)
+
+    plan.placements = stripes  # so that every rank needs rows of every other one
+    two_ranks_per_node(report)
+
+
+def test_rows_that_cross_to_a_node_once_train_alike(tmp_path):
+    across = Link(latency=0.0, bandwidth=1e6)  # so slow that relays pay
+    replace(H200, across=across).save(tmp_path / "cost.json")
+    run = trained_anew("cp4", "--magi.cost_model", str(tmp_path / "cost.json"), setup=in_stripes_on_two_nodes)
     assert difference(run, trained("cp1")) <= TOLERANCE
     assert any(exchanges == 2 and rows > 0 for exchanges, rows in run.of("plan"))
 
 
 def one_document_per_batch(report):
-    import numpy as np
-
     from torchtitan_magi.training.batches.planner import MagiRuntime
 
     plan = MagiRuntime.plan_ahead

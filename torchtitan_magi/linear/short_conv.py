@@ -20,7 +20,7 @@ from torchtitan_magi.linear.once import once
 from torchtitan_magi.masks.geometry import Int64Array, expand, union
 from torchtitan_magi.planning.document_parts import DocumentParts, RankParts
 from torchtitan_magi.planning.needs import parts_of, transfers_of
-from torchtitan_magi.planning.relays import ALL, NONE, Routes, first_hops
+from torchtitan_magi.planning.relays import ALL, NONE, Routes
 from torchtitan_magi.planning.stage import Exchange, exchanges_of, numbered
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.products import own_dtypes
@@ -98,8 +98,7 @@ def _routes(parts: DocumentParts, width: int) -> Routes:
     part, column = np.nonzero(history >= 0)
     first = history[part, column]
     transfers = transfers_of(union(parts.rank[part], first, first + 1, limit), parts_of(parts.owned))
-    nodes = Nodes((len(parts.owned),))
-    return Routes(parts.owned, nodes, transfers, first_hops(transfers, len(parts.owned), nodes))
+    return Routes.of(parts.owned, Nodes((len(parts.owned),)), transfers)
 
 
 def _offset(parts: RankParts) -> Int64Array:

@@ -6,9 +6,9 @@ collective, and any rank's share can be computed anywhere. It is made once per m
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import mul
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,12 +19,13 @@ from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, He
 from torchtitan_magi.planning.document_parts import DocumentParts
 from torchtitan_magi.planning.needs import cut_at_parts, key_needs, parts_of, sums, transfers_of
 from torchtitan_magi.planning.placement.place import placements
-from torchtitan_magi.planning.relays import Routes, Spans, first_hops
+from torchtitan_magi.planning.relays import Routes, Spans
 from torchtitan_magi.planning.stage import RankShare
-from torchtitan_magi.planning.timeline import Timeline, Workload, predict, workload
+from torchtitan_magi.planning.timeline import Timeline, Workload, predict, workloads
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.wording import quoted
 
+Plans = TypeVar("Plans")  # a plan, or one for each kind of layer
 MAX_STAGES = 16  # each stage has launches and index data of its own
 
 
@@ -133,6 +134,15 @@ class AttnPlan:
         forward, backward = ((self.forward, False), (self.backward, True))
         return predict(cost, self.work, self.heads, *forward), predict(cost, self.work, self.heads, *backward)
 
+    @functools.cached_property
+    def _seconds(self) -> float:
+        """By which plans are compared: the time predicted, a tenth of the time that rows travel, as on a machine less
+        of it hides, and what each stage must save."""
+        return sum(
+            (part.seconds + part.link_seconds / 10) / SIMPLER ** len(stages)
+            for part, stages in zip(self.predict(self.cost), (self.forward, self.backward), strict=True)
+        )
+
 
 def check_plan(plan: AttnPlan) -> None:
     """Raises ValueError for what is no plan."""
@@ -206,9 +216,9 @@ def make_plan(
             inside a node awaits the remote ones while it runs. -1: chosen by the cost model, see ``choose_stages``.
         heads: shape of the attention layers on one rank. It guides the balance and the choice of stages; the plan holds
             for any.
-        gpus_per_node: ranks [0, gpus_per_node) are in one node, and so on; or a list of the ranks of each node. A K/V
-            row then crosses to a node once and is passed on inside, and ranks that share a document are put in one
-            node. None: all ranks are in one node.
+        gpus_per_node: ranks [0, gpus_per_node) are in one node, and so on; or a list of the ranks of each node. Ranks
+            that share a document are then put in one node, and where that is faster, a K/V row crosses to a node once
+            and is passed on inside. None: all ranks are in one node.
         cost: what kernels and messages take on this kind of machine, see ``CostModel.load``.
 
     Raises:
@@ -289,20 +299,17 @@ def _plans_afresh(masks: tuple[AttnSlices, ...], layers: tuple[int, ...], spec: 
     rest = spec.overlap_stages, heads, nodes, cost
 
     def seconds(plans: tuple[AttnPlan, ...]) -> float:
-        return sum(map(mul, map(_seconds, plans), layers))
+        return sum(plan._seconds * count for plan, count in zip(plans, layers, strict=True))
 
     ways = placements(tuple(zip(masks, layers, strict=True)), padded_tokens, spec.cp_size, nodes, heads.tile_rows)
     all_plans = (tuple(plan_ownership(slices, spec.total_tokens, owned, *rest) for slices in masks) for owned in ways)
-    return min(all_plans, key=seconds)
+    return _shortest(all_plans, seconds)
 
 
-def _seconds(plan: AttnPlan) -> float:
-    """By which placements are compared: the time predicted, a tenth of the time that rows travel, as on a machine less
-    of it hides, and what each stage must save."""
-    return sum(
-        (part.seconds + part.link_seconds / 10) / SIMPLER ** len(stages)
-        for part, stages in zip(plan.predict(plan.cost), (plan.forward, plan.backward), strict=True)
-    )
+def _shortest(candidates: Iterable[Plans], seconds: Callable[[Plans], float]) -> Plans:
+    """The candidate of the fewest seconds; these are asked for only where there is a choice."""
+    first, *others = candidates
+    return min([first, *others], key=seconds) if others else first
 
 
 def _check_end(slices: AttnSlices, total_tokens: int) -> None:
@@ -329,7 +336,7 @@ def plan_ownership(
     nodes: Nodes | None = None,
     cost: CostModel = H200,
 ) -> AttnPlan:
-    """The plan that follows from who owns which tokens.
+    """The plan that follows from who owns which tokens: rows travel straight or through relays, as is faster.
 
     Args:
         slices: canonical.
@@ -341,11 +348,14 @@ def plan_ownership(
     parts = parts_of(owned)
     mask = cut_at_parts(slices, parts)
     transfers = transfers_of(key_needs(mask, parts), parts)
-    hops = first_hops(transfers, len(owned), nodes)
-    routes = Routes(tuple(frozen(ranges.copy()) for ranges in owned), nodes, frozen(transfers), frozen(hops))
-    work = workload(parts, mask, routes, heads)
-    heads, forward, backward = choose_rows(cost, work, heads, overlap_stages)
-    spans = forward, backward
-    ranks = tuple(RankShare(rank, slices, routes, spans) for rank in range(len(owned)))
+    direct = Routes.of(tuple(frozen(ranges.copy()) for ranges in owned), nodes, transfers)
+    ways = [direct, direct.relayed] if direct.can_be_relayed else [direct]
     areas = frozen(sums(mask.owner, slice_areas(mask.table), len(owned)))
-    return AttnPlan(slices, total_tokens, routes, ranks, areas, *spans, work, heads, cost)
+
+    def plan(routes: Routes, work: Workload) -> AttnPlan:
+        chosen, forward, backward = choose_rows(cost, work, heads, overlap_stages)
+        spans = forward, backward
+        ranks = tuple(RankShare(rank, slices, routes, spans) for rank in range(len(owned)))
+        return AttnPlan(slices, total_tokens, routes, ranks, areas, *spans, work, chosen, cost)
+
+    return _shortest(map(plan, ways, workloads(parts, mask, ways, heads)), lambda plan: plan._seconds)

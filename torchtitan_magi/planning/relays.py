@@ -1,16 +1,16 @@
-"""Which way K/V rows travel: from their owner to who needs them, over the network once per node that needs them.
+"""Which way K/V rows travel: straight from their owner to who needs them, or over the network once per node.
 
-A row that several ranks of another node need crosses to one of the node's ranks, its relay, which passes it on. The
-relays of a node divide its rows evenly, whether they need them or not, so that all network links carry the same.
+With relays, a row that ranks of another node need crosses to one of the node's ranks, its relay, which passes it on.
+The relays of a node divide its rows evenly, whether they need them or not, so that all network links carry the same.
+That saves most where many ranks need the same rows, as of long documents; it costs a second exchange.
 """
 
-import functools
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
-from torchtitan_magi.masks.geometry import Int64Array, intersecting, union
+from torchtitan_magi.masks.geometry import Int64Array, frozen, intersecting, union
 from torchtitan_magi.planning.topology import Nodes
 
 Span = tuple[Fraction, Fraction]  # a stage's cut of the remote K/V: from which to which fraction of the rows
@@ -30,23 +30,38 @@ class Routes:
         transfers: what each rank needs of each other, int64 [n, 4]: destination, source, first token, end token.
         hops: what every rank receives straight from the rows' owners, int64 [m, 6], sorted: receiver, source, first
             token, end token; rows of the same receiver and source that come before; all rows of the two.
+        has_relays: whether rows that cross between nodes pass through relays.
     """
 
     owned: tuple[Int64Array, ...]
     nodes: Nodes
     transfers: Int64Array
     hops: Int64Array
+    has_relays: bool = False
+
+    @classmethod
+    def of(
+        cls, owned: tuple[Int64Array, ...], nodes: Nodes, transfers: Int64Array, has_relays: bool = False
+    ) -> "Routes":
+        """Those of these transfers, in any order."""
+        hops = _to_relays(transfers, len(owned), nodes) if has_relays else transfers
+        return cls(owned, nodes, frozen(transfers), frozen(_counted(hops, len(owned))), has_relays)
 
     @property
     def cp_size(self) -> int:
         """Number of context-parallel ranks."""
         return len(self.owned)
 
-    @functools.cached_property
-    def has_relays(self) -> bool:
-        """Whether rows pass through relays: where nodes have them, and any row crosses between nodes."""
+    @property
+    def can_be_relayed(self) -> bool:
+        """Whether any row crosses between nodes that can have relays."""
         destination, source = self.transfers[:, :2].T
-        return self.nodes.have_relays and bool((self.nodes.node[destination] != self.nodes.node[source]).any())
+        return self.nodes.can_relay and bool((self.nodes.node[destination] != self.nodes.node[source]).any())
+
+    @property
+    def relayed(self) -> "Routes":
+        """The same transfers through relays."""
+        return Routes.of(self.owned, self.nodes, self.transfers, has_relays=True)
 
     def hops_concerning(self, rank: int) -> Int64Array:
         """The hops to and from a rank, and with relays those to its node."""
@@ -74,12 +89,9 @@ class Routes:
         return passed[np.lexsort((passed[:, 2], passed[:, 1], passed[:, 0]))]
 
 
-def first_hops(transfers: Int64Array, cp_size: int, nodes: Nodes) -> Int64Array:
-    """The hops of these transfers, see ``Routes``."""
-    if nodes.have_relays:
-        crosses = nodes.node[transfers[:, 0]] != nodes.node[transfers[:, 1]]
-        transfers = np.concatenate([transfers[~crosses], _to_relays(transfers[crosses], cp_size, nodes)])
-    receiver, source, start, end = transfers[np.lexsort((transfers[:, 2], transfers[:, 1], transfers[:, 0]))].T
+def _counted(hops: Int64Array, cp_size: int) -> Int64Array:
+    """Hops int64 [m, 4] in the order of ``Routes.hops``, with its counts of rows."""
+    receiver, source, start, end = hops[np.lexsort((hops[:, 2], hops[:, 1], hops[:, 0]))].T
     rows = end - start
     before = rows.cumsum() - rows
     pair = receiver * cp_size + source
@@ -90,7 +102,10 @@ def first_hops(transfers: Int64Array, cp_size: int, nodes: Nodes) -> Int64Array:
 
 
 def _to_relays(transfers: Int64Array, cp_size: int, nodes: Nodes) -> Int64Array:
-    """The same rows, each once per node, to the node's relays; int64 [m, 4]: relay, source, first token, end token."""
+    """The same rows, those of other nodes each once per node, to its relays; int64 [m, 4]: as `transfers`."""
+    crosses = nodes.node[transfers[:, 0]] != nodes.node[transfers[:, 1]]
+    inside, transfers = transfers[~crosses], transfers[crosses]
+
     # Step 1: each row once per node, by the source's place in its own node: relay and source then often have the same.
     limit = int(transfers[:, 3].max(initial=0))
     node = nodes.node[transfers[:, 0]]
@@ -110,7 +125,7 @@ def _to_relays(transfers: Int64Array, cp_size: int, nodes: Nodes) -> Int64Array:
     shift = (start - before)[which]
     lo = np.maximum(before[which], first[relay]) + shift
     hi = np.minimum((before + rows)[which], last[relay]) + shift
-    return np.stack([relay, source[which], lo, hi], 1)[lo < hi]
+    return np.concatenate([inside, np.stack([relay, source[which], lo, hi], 1)[lo < hi]])
 
 
 def cut(hops: Int64Array, span: Span) -> Int64Array:

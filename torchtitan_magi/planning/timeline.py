@@ -1,5 +1,7 @@
 """The work of each rank in one layer, and when it is done: a prediction by the cost model."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,13 +61,13 @@ class Workload:
         return self.inside + self.across + self.passed_on
 
 
-def workload(parts: Parts, mask: CutMask, routes: Routes, heads: Heads) -> Workload:
-    """Sums up a plan. The arrays are read-only.
+def workloads(parts: Parts, mask: CutMask, ways: Sequence[Routes], heads: Heads) -> list[Workload]:
+    """Sums up a plan, for each way in which the same rows may travel. The arrays are read-only.
 
     Args:
         parts: those of the ranks. mask: cut at them.
     """
-    cp_size, nodes = routes.cp_size, routes.nodes
+    cp_size, nodes, transfers = ways[0].cp_size, ways[0].nodes, ways[0].transfers
     rows, pairs = mask.table[:, 1] - mask.table[:, 0], slice_areas(mask.table)
     own, which = _own_keys(parts, mask)
     remote = pairs - np.bincount(which, slice_areas(own), len(pairs)).astype(np.int64)
@@ -88,10 +90,10 @@ def workload(parts: Parts, mask: CutMask, routes: Routes, heads: Heads) -> Workl
         ones = np.ones(len(receiver))
         return frozen(np.maximum(per_rank(receiver, ones), per_rank(source, ones)))
 
-    destination, source, start, end = routes.transfers.T
-    crosses = nodes.node[routes.hops[:, 0]] != nodes.node[routes.hops[:, 1]]
-    relayed = (nodes.node[destination] != nodes.node[source]) & routes.has_relays
-    return Workload(
+    destination, source, start, end = transfers.T
+    from_node = nodes.node[destination] != nodes.node[source]
+    of_any_way = functools.partial(
+        Workload,
         tokens=int((parts.ranges[:, 1] - parts.ranges[:, 0]).sum()) // cp_size,
         local_pairs=per_rank(mask.owner, (pairs - remote) * tiles),
         local_rows=rows_of(mask.owner[which], own),
@@ -99,13 +101,20 @@ def workload(parts: Parts, mask: CutMask, routes: Routes, heads: Heads) -> Workl
         remote_rows=rows_of(mask.owner[remote > 0], mask.table[remote > 0]),
         received=per_rank(destination, end - start),
         sent=per_rank(source, end - start),
-        inside=busier_way(routes.hops[~crosses]),
-        across=busier_way(routes.hops[crosses]),
-        passed_on=per_rank(destination, (end - start) * relayed),
-        inside_peers=peers(routes.hops[~crosses]),
-        across_peers=peers(routes.hops[crosses]),
         num_nodes=len(nodes),
     )
+
+    def by(routes: Routes) -> Workload:
+        crosses = nodes.node[routes.hops[:, 0]] != nodes.node[routes.hops[:, 1]]
+        return of_any_way(
+            inside=busier_way(routes.hops[~crosses]),
+            across=busier_way(routes.hops[crosses]),
+            passed_on=per_rank(destination, (end - start) * from_node * routes.has_relays),
+            inside_peers=peers(routes.hops[~crosses]),
+            across_peers=peers(routes.hops[crosses]),
+        )
+
+    return [by(routes) for routes in ways]
 
 
 def _own_keys(parts: Parts, mask: CutMask) -> tuple[IntArray, IntArray]:

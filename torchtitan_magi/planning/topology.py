@@ -55,8 +55,8 @@ class Nodes:
         return frozen(np.concatenate([np.arange(size) for size in self.sizes]))
 
     @property
-    def have_relays(self) -> bool:
-        """Whether rows pass through relays: there are several nodes, and in some several ranks."""
+    def can_relay(self) -> bool:
+        """Whether rows can pass through relays: there are several nodes, and in some several ranks."""
         return len(self) > 1 and max(self.sizes) > 1
 
     @property

@@ -26,7 +26,7 @@ def seat_in_nodes(
     """
     reach, held = _documents_of_shares(slices, document_starts, owned)
     seats = [list(range(len(owned))), _by_document(reach, held, nodes)]
-    if nodes.have_relays and nodes.are_equal:
+    if nodes.can_relay and nodes.are_equal:
         seats.append(_swap_seats(seats[1], reach, held, nodes.sizes[0]))
     candidates = [tuple(owned[share] for share in order) for order in seats]
     return min(candidates, key=lambda shares: _most_across(slices, shares, nodes))
