@@ -3,10 +3,12 @@
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_magi.training.objectives import lora
 from torchtitan_magi.training.objectives.lora import save_adapters
 from torchtitan_magi.training.settings.options import LoRA
 
@@ -30,3 +32,14 @@ def test_a_folder_that_cannot_be_written_ends_the_export_on_all_ranks(three_rank
     assert {path.name for path in (tmp_path / "adapters").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors"
     }  # fmt: skip
+
+
+def save_cut_off(folder):
+    with mock.patch.object(lora, "write_whole", side_effect=OSError):
+        return save_to(folder)
+
+
+def test_weights_that_are_not_written_have_no_configuration_of_an_earlier_run(three_ranks, tmp_path):
+    assert three_ranks.run(save_to, str(tmp_path)) == [None] * 3
+    assert three_ranks.run(save_cut_off, str(tmp_path)) == ["OSError"] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter_model.safetensors"]

@@ -179,9 +179,10 @@ def save_adapters(
         has_experts = may_have_experts or any(layer.moe is not None for layer in model.layers)
         config |= _targets([layer.split(".") for layer in layers], has_experts)
         config |= _patterns(layers, lora, adapter)
-        content = save(tensors, {"format": "pt"})
-        write_whole(folder / ADAPTER, content)  # save_file's files are for their owner alone
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        of_these = folder / "adapter_config.json"  # the last to be there: another run's has another scale
+        of_these.unlink(missing_ok=True)
+        write_whole(folder / ADAPTER, save(tensors, {"format": "pt"}))  # save_file's files are for their owner alone
+        write_whole(of_these, (json.dumps(config, indent=2) + "\n").encode())
 
     on_first_rank(write)
 
