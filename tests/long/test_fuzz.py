@@ -115,7 +115,7 @@ def test_what_it_keeps_is_replayed(tmp_path, capsys):
         fuzz.replay(kept, {"planted": target})
 
 
-CASES = {"toml": 8, "kernels": 20}
+CASES = {"toml": 8, "kernels": 20, "parquet": 25}
 
 
 OF_0_2_2 = pytest.mark.skipif(IS_0_3, reason="it reads TOML files by torchtitan 0.2.2's own parser")

@@ -16,7 +16,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "degrees", "options"),
     [
-        ("qwen3_5", {"ddp": 2, "cp": 2}, "--activation_checkpoint.mode full"),
+        pytest.param("qwen3_5", {"ddp": 2, "cp": 2}, "--activation_checkpoint.mode full", marks=LONG),
         ("qwen3_5", {"cp": 4}, "--activation_checkpoint.mode auto --magi.keep attention"),
         pytest.param("qwen3_5", {"tp": 2, "cp": 2}, "--activation_checkpoint.mode selective", marks=LONG),
         ("qwen3_5", {"cp": 2}, f"{COMPILED} --activation_checkpoint.mode none"),
