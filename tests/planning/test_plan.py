@@ -202,6 +202,7 @@ def test_a_fingerprint_tells_plans_apart():
     plans += [make_plan(varlen_full([0, 30]), 30, 2), make_plan(varlen_causal([0, 30]), 31, 2)]
     plans += [make_plan(varlen_causal([0, 30]), 30, 2, stages) for stages in (1, 2)]
     plans += [make_plan(varlen_causal([0, 30]), 30, 2, gpus_per_node=1)]
+    plans += [replace(plans[-1], routes=replace(plans[-1].routes, has_relays=True))]
     assert len({plan.fingerprint for plan in plans}) == len(plans)
     assert all(0 <= plan.fingerprint < 2**63 for plan in plans)
 

@@ -98,8 +98,9 @@ class AttnPlan:
         digest = hashlib.blake2b(digest_size=8)
         for array in (self.slices.table, self.hops, self.transfers, *(share.ranges for share in self.ranks)):
             digest.update(np.ascontiguousarray(array).tobytes())
-        numbers = self.total_tokens, self.cp_size, self.nodes.sizes, self.forward, self.backward, self.heads.latent
-        digest.update(repr(numbers).encode())
+        sizes = self.total_tokens, self.cp_size, self.nodes.sizes
+        chosen = self.forward, self.backward, self.heads.latent, self.routes.has_relays
+        digest.update(repr((*sizes, *chosen)).encode())
         return int.from_bytes(digest.digest()) >> 1
 
     @functools.cached_property
