@@ -5,16 +5,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from support.cp_case import (
-    BF16,
-    CASES_ON_GPUS,
-    SLOW_NETWORK,
-    check,
-    documents,
-    inputs,
-    random_slices,
-    run_case,
-)
+from support.cp_case import BF16, CASES_ON_GPUS, SLOW_NETWORK, check, documents, inputs, random_slices, run_case
 from support.gpus import needs_hopper
 from support.loopback import Loopback
 from support.pool import RankPool

@@ -43,9 +43,9 @@ NODES = {
 }
 
 
-def relayed(case):
-    """The same on nodes of two ranks whose network is so slow that rows pass through relays."""
-    return replace(case, gpus_per_node=2, cost=replace(SLOW_NETWORK, backward=case.cost.backward))
+def relayed(case, gpus_per_node):
+    """The same on nodes whose network is so slow that rows pass through relays."""
+    return replace(case, gpus_per_node=gpus_per_node, cost=replace(SLOW_NETWORK, backward=case.cost.backward))
 
 
 CASES = {
@@ -68,10 +68,10 @@ CASES = {
     **{f"random slices {seed}": random_slices(seed, 120 + 7 * seed, stages=seed % 4) for seed in range(14)},
     "shared prompt pairs": of_slices(magi.shared_prompt([[200, 60, 90], [7, 150, 33]]), 540, stages=2),
     "chosen stages": documents([300, 7, 1, 64, 500, 33], stages=-1),
-    **{f"relays in nodes of 2, {name}": relayed(NODES[name]) for name in NODES},
+    **{f"relays in nodes of 2, {name}": relayed(NODES[name], 2) for name in NODES},
     **{f"nodes of 2, {name}": replace(NODES[name], gpus_per_node=2, cost=H200) for name in list(NODES)[:3]},
-    **{f"nodes of 4, {name}": replace(NODES[name], gpus_per_node=4) for name in list(NODES)[:4]},
-    "nodes of 3, documents": replace(NODES["documents"], gpus_per_node=3),
+    **{f"relays in nodes of 4, {name}": relayed(NODES[name], 4) for name in list(NODES)[:4]},
+    "relays in nodes of 3, documents": relayed(NODES["documents"], 3),
     "nothing attends": Case(AttnSlices([]), torch.zeros(50, 50, dtype=torch.bool)),
 }
 
@@ -88,20 +88,20 @@ def test_every_case_over_real_collectives(pool):
         check(CASES[name], per_rank)
 
 
-def plan_of(case, cp_size=4):
+def plan_of(case, cp_size):
     total = len(case.mask)
     return magi.make_plan(case.slices, total, cp_size, case.stages, cost=case.cost, gpus_per_node=case.gpus_per_node)
 
 
 def test_the_case_of_different_stages_has_them():
-    plan = plan_of(CASES["relays in nodes of 2, different stages forward and backward"])
+    plan = plan_of(CASES["relays in nodes of 2, different stages forward and backward"], 4)
     assert len(plan.forward) == 1
     assert len(plan.backward) > 2
 
 
 def test_rows_pass_through_relays_in_their_cases_and_go_straight_in_others():
     for name, case in CASES.items():
-        assert plan_of(case).routes.has_relays == name.startswith("relays"), name
+        assert plan_of(case, 8).routes.has_relays == name.startswith("relays"), name
 
 
 def repeat_on_rank(name, times):

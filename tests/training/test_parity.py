@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.cp_case import SLOW_NETWORK
 from support.marks import marked_long
 from support.parity import ALL_LAYOUTS, difference, trained, trained_anew
 from support.runs import train, watch
@@ -103,8 +104,7 @@ def in_stripes_on_two_nodes(report):
 
 
 def test_rows_that_cross_to_a_node_once_train_alike(tmp_path):
-    across = Link(latency=0.0, bandwidth=1e6)  # so slow that relays pay
-    replace(H200, across=across).save(tmp_path / "cost.json")
+    SLOW_NETWORK.save(tmp_path / "cost.json")
     run = trained_anew("cp4", "--magi.cost_model", str(tmp_path / "cost.json"), setup=in_stripes_on_two_nodes)
     assert difference(run, trained("cp1")) <= TOLERANCE
     assert any(exchanges == 2 and rows > 0 for exchanges, rows in run.of("plan"))

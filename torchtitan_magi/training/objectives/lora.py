@@ -179,10 +179,10 @@ def save_adapters(
         has_experts = may_have_experts or any(layer.moe is not None for layer in model.layers)
         config |= _targets([layer.split(".") for layer in layers], has_experts)
         config |= _patterns(layers, lora, adapter)
-        of_these = folder / "adapter_config.json"  # the last to be there: another run's has another scale
-        of_these.unlink(missing_ok=True)
+        config_file = folder / "adapter_config.json"
+        config_file.unlink(missing_ok=True)  # an earlier run's may have another scale
         write_whole(folder / ADAPTER, save(tensors, {"format": "pt"}))  # save_file's files are for their owner alone
-        write_whole(of_these, (json.dumps(config, indent=2) + "\n").encode())
+        write_whole(config_file, (json.dumps(config, indent=2) + "\n").encode())
 
     on_first_rank(write)
 
